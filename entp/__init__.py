@@ -1,0 +1,56 @@
+"""Encoder-only next-token prediction: every prediction with full attention over the whole prefix.
+
+import entp
+model = entp.Transformer(entp.ModelConfig(vocab=64, positions=64, **entp.SIZES["small"]))
+logits = model(tokens, mode="entp")
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "InputError": "entp.errors",
+    "ModelConfig": "entp.config",
+    "OptimConfig": "entp.config",
+    "Run": "entp.config",
+    "SIZES": "entp.config",
+    "TrainConfig": "entp.config",
+    "Transformer": "entp.model",
+    "all_prefixes": "entp.engine.api",
+    "generate": "entp.engine.generate",
+    "load": "entp.training.checkpoint",
+    "train": "entp.training.trainer",
+}
+__all__ = [
+    "SIZES",
+    "InputError",
+    "ModelConfig",
+    "OptimConfig",
+    "Run",
+    "TrainConfig",
+    "Transformer",
+    "__version__",
+    "all_prefixes",
+    "generate",
+    "load",
+    "train",
+]
+
+if TYPE_CHECKING:
+    from entp.config import SIZES, ModelConfig, OptimConfig, Run, TrainConfig
+    from entp.engine.api import all_prefixes
+    from entp.engine.generate import generate
+    from entp.errors import InputError
+    from entp.model import Transformer
+    from entp.training.checkpoint import load
+    from entp.training.trainer import train
+
+
+def __getattr__(name: str) -> Any:
+    """Import public names when first used: `import entp` and `entp --help` need no torch."""
+    import importlib
+
+    if name not in _HOMES:
+        raise AttributeError(f"module 'entp' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,72 @@
+"""The three modes as masks, and the one function that computes attention.
+
+A mask says which keys a query may see: `visible("decoder", 4)[0, query, key]`. ENTP has no single mask: each prediction has
+one of its own, full over its prefix (paper, Figure "Attention patterns").
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from entp.config import MODES
+from entp.errors import InputError, one_of
+
+# cuDNN's attention returns NaN gradients with some masks and for single queries, so it is kept out of both.
+_SAFE_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def visible(mode: str, time: int, *, prefix: Tensor | int | None = None, lengths: Tensor | None = None) -> Tensor:
+    """Which keys each query sees, as bool (batch or 1, query, key); padding is never seen.
+
+    decoder: keys up to the query. prefix: also all of the first `prefix` tokens (an int, or one per sequence).
+    """
+    device = lengths.device if lengths is not None else prefix.device if isinstance(prefix, Tensor) else None
+    steps = torch.arange(time, device=device)
+    mask = (steps[None, :] <= steps[:, None])[None]
+    if mode == "prefix":
+        if prefix is None:
+            raise InputError(
+                "mode prefix needs prefix=: the number of first tokens that see each other, or one number per sequence."
+            )
+        first = torch.as_tensor(prefix, device=device).reshape(-1, 1, 1)
+        mask = mask | (steps[None, None, :] < first) & (steps[None, :, None] < first)
+    elif mode != "decoder":
+        raise one_of("mode", mode, MODES)
+    if lengths is not None:
+        mask = mask & (steps[None, None, :] < lengths.reshape(-1, 1, 1))
+    return mask
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    """softmax(scale q k^T) v for q (batch, heads, query, d), k and v (batch, heads, key, d); mask is bool, True = seen."""
+    guarded = q.is_cuda and (mask is not None or q.shape[-2] == 1)
+    with sdpa_kernel(_SAFE_BACKENDS) if guarded else contextlib.nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+
+
+def draw(mode: str, time: int = 8, prefix: int = 4) -> str:
+    """The pattern of a mode in characters; for entp, the separate patterns of the last few predictions side by side.
+
+    decoder:  # . .      rows are queries, columns keys; # is seen, . is masked
+              # # .
+              # # #
+    """
+    if mode not in MODES:
+        raise one_of("mode", mode, MODES)
+    if mode != "entp":
+        return "\n".join(_line(row) for row in visible(mode, time, prefix=prefix)[0].tolist())
+    squares = []
+    for n in range(max(1, time - 2), time + 1):
+        square = torch.zeros(time, time, dtype=torch.bool)
+        square[:n, :n] = True
+        squares.append([_line(row) for row in square.tolist()])
+    return "\n".join("   ".join(parts) for parts in zip(*squares, strict=True))
+
+
+def _line(row: list[bool]) -> str:
+    return " ".join("#" if seen else "." for seen in row)

@@ -1,0 +1,283 @@
+"""What a run is: frozen dataclasses that check themselves, and their JSON.
+
+    run = Run(task=Count3(), model=model_for(Count3(), "small"), mode="entp", steps=200, batch=16)
+    run == run_from_json(run_to_json(run))
+
+Nothing here imports torch, so that the command line starts at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from entp.errors import InputError, one_of
+from entp.tasks.base import TASKS, Task, task_class, task_name
+
+Mode = Literal["entp", "decoder", "prefix"]
+Impl = Literal["auto", "reference", "packed"]
+MODES: tuple[str, ...] = get_args(Mode)
+IMPLS: tuple[str, ...] = get_args(Impl)
+
+SIZES: dict[str, dict[str, int]] = {
+    "small": {"layers": 3, "heads": 3, "width": 192},
+    "medium": {"layers": 6, "heads": 6, "width": 384},
+    "large": {"layers": 12, "heads": 12, "width": 768},
+    "small-deep": {"layers": 8, "heads": 2, "width": 128},
+}
+"""The paper's sizes (Table "Model specifications"): `ModelConfig(vocab=64, positions=64, **SIZES["medium"])`."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a Transformer. The defaults are the paper's: GPT-2 with pre-LN, GELU and learned positions."""
+
+    vocab: int | None = None
+    """Number of token ids. None: the inputs are vectors (see input_dim)."""
+    positions: int = 64
+    """Longest sequence the model reads (without limit if `position` is none)."""
+    layers: int = 3
+    """Transformer blocks, L in the paper."""
+    heads: int = 3
+    """Attention heads; must divide width."""
+    width: int = 192
+    """Embedding dimension, D in the paper."""
+    input_dim: int | None = None
+    """Size of continuous input vectors, read in by one linear layer. None: the inputs are token ids."""
+    outputs: int | None = None
+    """Real outputs per position, from a linear head. None: vocabulary logits from the tied embedding."""
+    norm: Literal["layer", "none"] = "layer"
+    """layer: pre-LN as GPT-2; none: no normalisation anywhere, as in the paper's theorems."""
+    activation: Literal["gelu", "relu"] = "gelu"
+    """The MLP's non-linearity; gelu is GPT-2's tanh form."""
+    position: Literal["learned", "none", "given"] = "learned"
+    """learned: trained table; none: position-free; given: a fixed table, set with Transformer.set_positions."""
+    scale: Literal["sqrt", "one"] = "sqrt"
+    """Attention scores are multiplied by 1/sqrt(head size) or by 1."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"model.{name} is {getattr(self, name)}: it must be at least 1"
+            for name in ("positions", "layers", "heads", "width")
+            if getattr(self, name) < 1
+        ]
+        problems += [
+            f"model.{name} is {value}: it must be at least 1, or None"
+            for name in ("vocab", "input_dim", "outputs")
+            if (value := getattr(self, name)) is not None and value < 1
+        ]
+        if self.heads > 0 and self.width % self.heads:
+            problems.append(
+                f"model.heads {self.heads} does not divide model.width {self.width}: choose a width that is a "
+                f"multiple of {self.heads}, such as {self.heads * max(1, round(self.width / self.heads))}"
+            )
+        if (self.vocab is None) == (self.input_dim is None):
+            problems.append("model needs exactly one of vocab (token ids) and input_dim (vectors)")
+        if self.vocab is None and self.outputs is None:
+            problems.append("model.outputs must be set when the inputs are vectors: there is no embedding to tie to")
+        _raise(problems + _literal_problems(self, "model"))
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer and its schedule. The defaults are the paper's for Count3."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw as in the paper; muon for matrices inside the blocks, AdamW for the rest."""
+    max_lr: float = 5e-4
+    """Learning rate after the warm-up."""
+    min_lr: float = 5e-5
+    """Learning rate at the end of the cosine and after it."""
+    warmup: int = 500
+    """Steps of linear warm-up."""
+    decay_steps: int = 100_000
+    """Step at which the cosine reaches min_lr. It does not depend on --steps, so that a longer run only adds steps."""
+    beta1: float = 0.9
+    """AdamW's first decay."""
+    beta2: float = 0.99
+    """AdamW's second decay."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; vectors get none."""
+    clip: float = 1.0
+    """Largest gradient norm; 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.min_lr > self.max_lr:
+            problems.append(f"optim.min_lr {self.min_lr:g} is above optim.max_lr {self.max_lr:g}: swapped?")
+        if self.max_lr <= 0 or self.min_lr < 0:
+            problems.append(f"optim.max_lr {self.max_lr:g} must be positive and optim.min_lr {self.min_lr:g} not negative")
+        if self.warmup < 0 or self.decay_steps <= self.warmup:
+            problems.append(
+                f"optim.decay_steps {self.decay_steps} must be above optim.warmup {self.warmup}, which must not be negative"
+            )
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                problems.append(f"optim.{name} is {getattr(self, name)}: allowed is 0 up to, not including, 1")
+        if self.weight_decay < 0 or self.clip < 0:
+            problems.append("optim.weight_decay and optim.clip must not be negative")
+        _raise(problems + _literal_problems(self, "optim"))
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a run is carried out: when it measures and saves, and on what budget."""
+
+    eval_every: int = 100
+    """Steps between evaluations on the held-out stream."""
+    eval_batches: int = 4
+    """Batches per evaluation."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints; the last two are kept, and one of the best validation."""
+    log_every: int = 10
+    """Steps between lines of metrics.jsonl."""
+    target_metric: str = "sequence_accuracy"
+    """Validation metric that decides which checkpoint is best and when to stop early."""
+    target: float | None = None
+    """Stop when target_metric reaches this value (for a loss: falls to it)."""
+    impl: Impl = "auto"
+    """Engine for mode entp."""
+    token_budget: int | None = None
+    """Most prefix tokens computed at once in mode entp; gradients of the parts add up. None: by the device's memory."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """bf16 runs matrix products in bfloat16 under autocast; auto does that on CUDA only. Weights stay fp32."""
+    compile: bool = False
+    """Compile the model's blocks with torch.compile."""
+    mirror: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
+    """Copy the metrics to a tracker as well; metrics.jsonl stays the truth."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"train.{name} is {getattr(self, name)}: it must be at least 1"
+            for name in ("eval_every", "eval_batches", "checkpoint_every", "log_every")
+            if getattr(self, name) < 1
+        ]
+        if self.token_budget is not None and self.token_budget < 1:
+            problems.append(f"train.token_budget is {self.token_budget}: it must be at least 1, or None")
+        _raise(problems + _literal_problems(self, "train"))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that decides what a training run computes."""
+
+    task: Task
+    """What is learned."""
+    model: ModelConfig
+    """The network."""
+    mode: Mode = "entp"
+    """entp, decoder or prefix."""
+    steps: int = 1000
+    """Optimizer steps."""
+    batch: int = 64
+    """Sequences per step, over all processes together."""
+    seed: int = 0
+    """Decides the initial weights and the data."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimizer and schedule."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Measuring, saving, budgets."""
+
+    def __post_init__(self) -> None:
+        problems = _literal_problems(self, "run")
+        for name, least in (("steps", 1), ("batch", 1), ("seed", 0)):
+            if getattr(self, name) < least:
+                problems.append(f"{name} is {getattr(self, name)}: it must be at least {least}")
+        needs = self.task.model_needs()
+        if self.model.position != "none" and self.model.positions < needs["positions"]:
+            problems.append(
+                f"model.positions {self.model.positions} is shorter than the sequences of {self.task.name}, "
+                f"{needs['positions']}: raise model.positions or shorten the task"
+            )
+        for name in ("vocab", "input_dim", "outputs"):
+            if getattr(self.model, name) != needs.get(name):
+                problems.append(f"model.{name} is {getattr(self.model, name)} but {self.task.name} needs {needs.get(name)}")
+        if self.mode == "prefix" and self.task.prefix is None:
+            problems.append(f"mode prefix needs a task with a prefix, and {self.task.name} has none: use entp or decoder")
+        metrics = (*self.task.metrics, "loss")
+        if self.train.target_metric not in metrics:
+            problems.append(
+                f"train.target_metric {self.train.target_metric!r} is not measured: allowed are {', '.join(metrics)}"
+            )
+        _raise(problems)
+
+
+def model_for(task: Task, size: str = "small", **changes: Any) -> ModelConfig:
+    """The model of one of the paper's sizes with the inputs and outputs that `task` needs."""
+    if size not in SIZES:
+        raise one_of("size", size, SIZES)
+    return ModelConfig(**{**task.model_needs(), **SIZES[size], **changes})
+
+
+def run_to_json(run: Run) -> dict[str, Any]:
+    """A dict of plain values; `run_from_json` gives back an equal run."""
+    data = dataclasses.asdict(run)
+    data["task"] = {"name": task_name(run.task), **data["task"]}
+    return data
+
+
+def run_from_json(data: Any, where: str = "config") -> Run:
+    """The run that `data` describes; unknown or missing keys and wrong types are errors that name the key.
+
+    A file never makes us import code: a task that is not built in must have been imported by the caller before.
+    """
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    if not isinstance(data, dict) or not isinstance(data.get("task"), dict) or "name" not in data["task"]:
+        raise InputError(f"{where} is not the configuration of a run: it has no task with a name.")
+    data = dict(data)
+    fields = dict(data.pop("task"))
+    name = str(fields.pop("name"))
+    if name not in TASKS and name.partition(":")[0] not in sys.modules:
+        raise InputError(f"{where} uses the task {name}, which is not built in: import it first (command line: --task {name}).")
+    cls = task_class(name)
+    strict = ConfigDict(extra="forbid")
+
+    def build(kind: type, value: Any) -> Any:
+        kind.__pydantic_config__ = strict  # type: ignore[attr-defined]
+        return TypeAdapter(kind).validate_python(value)
+
+    try:
+        parts = {
+            "task": build(cls, fields),
+            "model": build(ModelConfig, data.pop("model", {})),
+            "optim": build(OptimConfig, data.pop("optim", {})),
+            "train": build(TrainConfig, data.pop("train", {})),
+        }
+        unknown = set(data) - {f.name for f in dataclasses.fields(Run)}
+        if unknown:
+            raise InputError(f"{where} has unknown keys: {', '.join(sorted(unknown))}.")
+        return Run(**parts, **data)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'value'}: {e['msg']}" for e in error.errors())
+        raise InputError(f"{where} cannot be read: {wrong}.") from None
+    except TypeError as error:
+        raise InputError(f"{where} cannot be read: {error}.") from None
+
+
+def config_hash(run: Run) -> str:
+    """Ten characters that change whenever anything about the run does, except how many steps it takes."""
+    data = run_to_json(run)
+    del data["steps"]
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def _literal_problems(config: Any, prefix: str) -> list[str]:
+    """Fields typed Literal[...] whose value is not among those listed."""
+    import typing
+
+    problems = []
+    for name, hint in typing.get_type_hints(type(config)).items():
+        if typing.get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
+            where = name if prefix == "run" else f"{prefix}.{name}"
+            problems.append(str(one_of(where, getattr(config, name), get_args(hint))).rstrip("."))
+    return problems
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        raise InputError("; ".join(problems) + ".")

@@ -1,0 +1,162 @@
+"""`all_prefixes`: what it means, what it checks, and which implementation computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from entp.config import IMPLS
+from entp.engine import packed, reference
+from entp.errors import InputError, one_of
+
+if TYPE_CHECKING:
+    from entp.model import Transformer
+
+
+class Choice(NamedTuple):
+    """Which implementation runs, and why."""
+
+    impl: str
+    reason: str
+
+
+def choose(model: Transformer, impl: str = "auto") -> Choice:
+    """What `impl` means for this model. A name asked for is taken as it is: it works or says why not."""
+    if impl not in IMPLS:
+        raise one_of("impl", impl, IMPLS)
+    if impl != "auto":
+        return Choice(impl, "asked for by name")
+    return Choice("packed", "exact, and faster than the reference loop on every device")
+
+
+def all_prefixes(
+    model: Transformer,
+    x: Tensor,
+    at: Tensor | Sequence[int] | None = None,
+    impl: str = "auto",
+    *,
+    lengths: Tensor | None = None,
+    token_budget: int | None = None,
+) -> Tensor:
+    """ENTP: for each wanted position t the model's output with only tokens 0..t visible, and full attention among them.
+
+    x: token ids (B, T), or vectors (B, T, input_dim).
+    at: None for all positions -> (B, T, outputs); a list of K positions -> (B, K, outputs);
+        a bool mask (B, T) -> (number of True, outputs), sequence by sequence.
+    lengths: (B,) true lengths of rows padded on the right; outputs at padding are 0 and nothing depends on it.
+    token_budget: most rows computed at once. Chunks are recomputed in the backward pass, so that only one is in memory.
+    """
+    from entp.model import hide_padding
+
+    name = choose(model, impl).impl
+    lengths = check_inputs(model, x, lengths)
+    wanted = wanted_prefixes(x, at, lengths)
+    x = hide_padding(x, lengths)
+    compute = reference.prefix_hidden if name == "reference" else packed.prefix_hidden
+    budget = token_budget or default_token_budget(model, x.device)
+    rows = _in_chunks(compute, model, x, wanted, budget)
+    if isinstance(at, Tensor) and at.dtype == torch.bool:
+        asked = at.to(x.device)
+        return model.readout(rows) if lengths is None else _spread(model.readout(rows), wanted)[asked]
+    return select(model, _spread(rows, wanted), at, lengths)
+
+
+def wanted_prefixes(x: Tensor, at: Tensor | Sequence[int] | None, lengths: Tensor | None) -> Tensor:
+    """`at` as a bool mask (B, T), without padding."""
+    batch, time = x.shape[:2]
+    if isinstance(at, Tensor) and at.dtype == torch.bool:
+        if at.shape != (batch, time):
+            raise InputError(
+                f"at is a mask of shape {tuple(at.shape)}: a mask must have the shape of the batch, {(batch, time)}."
+            )
+        wanted = at.to(x.device)
+    else:
+        wanted = torch.zeros(batch, time, dtype=torch.bool, device=x.device)
+        wanted[:, _positions(at, time)] = True
+    if lengths is not None:
+        wanted = wanted & (torch.arange(time, device=x.device) < lengths[:, None])
+    return wanted
+
+
+def select(model: Transformer, hidden_BTD: Tensor, at: Tensor | Sequence[int] | None, lengths: Tensor | None) -> Tensor:
+    """Outputs at the positions `at` (see all_prefixes) of hidden states (B, T, D); 0 at padding."""
+    time = hidden_BTD.shape[1]
+    padding = None
+    if lengths is not None:
+        padding = torch.arange(time, device=hidden_BTD.device) >= lengths[:, None]
+    if isinstance(at, Tensor) and at.dtype == torch.bool:
+        asked = at.to(hidden_BTD.device)
+        out, padding = model.readout(hidden_BTD[asked]), None if padding is None else padding[asked]
+    else:
+        index = torch.as_tensor(_positions(at, time), device=hidden_BTD.device)
+        every = at is None
+        out = model.readout(hidden_BTD if every else hidden_BTD[:, index])
+        padding = padding if padding is None or every else padding[:, index]
+    return out if padding is None else out.masked_fill(padding[..., None], 0)
+
+
+def check_inputs(model: Transformer, x: Tensor, lengths: Tensor | None) -> Tensor | None:
+    """Raise InputError for inputs the model cannot read; lengths as a tensor on x's device."""
+    config = model.config
+    if config.input_dim is None and (x.ndim != 2 or x.is_floating_point()):
+        raise InputError(f"the model reads token ids (batch, time) of an integer type, got {tuple(x.shape)} of {x.dtype}.")
+    if config.input_dim is not None and (x.ndim != 3 or x.shape[2] != config.input_dim):
+        raise InputError(f"the model reads vectors (batch, time, {config.input_dim}), got shape {tuple(x.shape)}.")
+    if x.shape[1] < 1:
+        raise InputError("the sequences are empty: at least one token is needed.")
+    if config.position != "none" and x.shape[1] > config.positions:
+        raise InputError(
+            f"sequences of {x.shape[1]} tokens do not fit the model's {config.positions} positions: "
+            "shorten them, or build the model with more positions."
+        )
+    if lengths is None:
+        return None
+    lengths = torch.as_tensor(lengths, device=x.device)
+    if lengths.shape != x.shape[:1] or not bool(((lengths >= 1) & (lengths <= x.shape[1])).all()):
+        raise InputError(f"lengths must be {x.shape[0]} numbers from 1 to {x.shape[1]}, got {lengths.tolist()}.")
+    return lengths
+
+
+def default_token_budget(model: Transformer, device: torch.device) -> int:
+    """Rows that fit comfortably: 1 GiB of activations on a CPU, two fifths of the memory of a GPU."""
+    if device.type == "cuda":
+        memory, bytes_per_number = 0.4 * torch.cuda.get_device_properties(device).total_memory, 3
+    else:
+        memory, bytes_per_number = 2.0**30, 4
+    kept_per_row = 24 * model.config.layers * model.config.width  # measured: see docs/engine.md
+    return max(1024, int(memory / (kept_per_row * bytes_per_number)))
+
+
+def _in_chunks(compute: Callable[..., Tensor], model: Transformer, x: Tensor, wanted: Tensor, budget: int) -> Tensor:
+    """compute(model, x, wanted), at most `budget` rows at a time."""
+    time = x.shape[1]
+    at_most = x.shape[0] * time * (time + 1) // 2
+    if at_most <= budget:
+        return compute(model, x, wanted)
+    chunks = list(packed.split(wanted, budget))
+    if len(chunks) <= 1:
+        return compute(model, x, wanted)
+    keep = torch.is_grad_enabled()
+    parts = [checkpoint(compute, model, x, c, use_reentrant=False) if keep else compute(model, x, c) for c in chunks]
+    where = torch.cat([c.flatten().nonzero()[:, 0] for c in chunks])
+    return torch.cat(parts)[torch.argsort(where)]
+
+
+def _spread(rows: Tensor, wanted: Tensor) -> Tensor:
+    """Rows (M, ...) back to (B, T, ...), 0 elsewhere."""
+    out = rows.new_zeros(*wanted.shape, *rows.shape[1:])
+    return out.index_put(wanted.nonzero(as_tuple=True), rows)
+
+
+def _positions(at: Tensor | Sequence[int] | None, time: int) -> list[int]:
+    if at is None:
+        return list(range(time))
+    positions = [int(t) for t in at]
+    bad = [t for t in positions if not 0 <= t < time]
+    if bad:
+        raise InputError(f"at asks for position {bad[0]}: allowed are 0 to {time - 1}.")
+    return positions

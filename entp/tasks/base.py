@@ -1,0 +1,137 @@
+"""What a task is, and where tasks are found by name.
+
+A task is one frozen dataclass. A batch is a pure function of (seed, split, step): resuming needs only the step, and the
+streams of two splits never meet. Targets of IGNORE (-100) carry no loss, and in mode entp no prefix is computed for them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from entp.errors import InputError, one_of
+
+IGNORE = -100
+SPLITS = {"train": 0, "valid": 1, "test": 2}
+Split = Literal["train", "valid", "test"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs and targets of some sequences, as numpy arrays.
+
+    x: (batch, time) token ids, or (batch, time, input_dim) vectors.
+    y: (batch, time) the wanted token, class or number after reading x[:, :t+1]; IGNORE where nothing is asked.
+    lengths: (batch,) true lengths when the rows are padded on the right, else None.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    lengths: np.ndarray | None = None
+
+    def part(self, rank: int, world: int) -> Batch:
+        """The share of one of `world` processes: every world-th sequence."""
+        rows = slice(rank, None, world)
+        return Batch(self.x[rows], self.y[rows], None if self.lengths is None else self.lengths[rows])
+
+
+@dataclass(frozen=True)
+class Task:
+    """Base of all tasks: give `name`, `model_needs`, `batch`, and the rest has defaults."""
+
+    name: ClassVar[str] = ""
+    about: ClassVar[str] = ""
+    loss: ClassVar[Literal["cross_entropy", "squared_error"]] = "cross_entropy"
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What evaluation measures besides the loss."""
+        return ("token_accuracy", "sequence_accuracy") if self.loss == "cross_entropy" else ()
+
+    @property
+    def prefix(self) -> int | None:
+        """How many first tokens are given rather than predicted: the prefix of mode `prefix`."""
+        return None
+
+    def model_needs(self) -> dict[str, Any]:
+        """`positions`, and `vocab` or `input_dim`, and `outputs` if not the vocabulary, for ModelConfig."""
+        raise NotImplementedError
+
+    def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
+        """The batch of one step: the same arguments give the same batch, on any machine."""
+        raise NotImplementedError
+
+    def rng(self, seed: int, split: Split, step: int) -> np.random.Generator:
+        """Random numbers that belong to this (seed, split, step) alone."""
+        if split not in SPLITS:
+            raise one_of("split", split, SPLITS)
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, SPLITS[split], step))))
+
+    def to_text(self, tokens: list[int]) -> str:
+        """Tokens as a person reads them."""
+        return " ".join(str(t) for t in tokens)
+
+    def from_text(self, text: str) -> list[int]:
+        """The tokens of a prompt; the inverse of to_text."""
+        try:
+            tokens = [int(word) for word in text.replace(",", " ").split()]
+        except ValueError:
+            raise InputError(f"the prompt {text!r} is not a list of whole numbers such as '3 1 4 1 5'.") from None
+        vocab = self.model_needs().get("vocab")
+        bad = [t for t in tokens if not 0 <= t < vocab] if vocab is not None else []
+        if bad and vocab is not None:
+            raise InputError(f"the prompt has {bad[0]}, outside the vocabulary of {self.name}: allowed are 0 to {vocab - 1}.")
+        return tokens
+
+    def draw(self, seed: int = 0) -> str:
+        """One example, inputs above targets, a dot where there is no loss."""
+        one = self.batch(seed, "train", 0, 1)
+        length = one.x.shape[1] if one.lengths is None else int(one.lengths[0])
+        xs = [_cell(v) for v in one.x[0, :length]]
+        ys = ["." if np.all(v == IGNORE) else _cell(v) for v in one.y[0, :length]]
+        width = max(map(len, xs + ys))
+        per_line = max(1, 100 // (width + 1))
+        lines = []
+        for start in range(0, length, per_line):
+            for label, row in (("input ", xs), ("target", ys)):
+                lines.append(f"{label} " + " ".join(v.rjust(width) for v in row[start : start + per_line]))
+        return "\n".join(lines)
+
+
+TASKS: dict[str, str] = {
+    "count2": "entp.tasks.counting:Count2",
+    "count3": "entp.tasks.counting:Count3",
+    "match3": "entp.tasks.counting:Match3",
+    "addition": "entp.tasks.addition:Addition",
+}
+"""Built-in tasks and where their class lives. `module:Class` names any other."""
+
+
+def task_class(name: str) -> type[Task]:
+    """The class of a task, by its name or as `module:Class` for a task of your own."""
+    path = TASKS.get(name, name)
+    if ":" not in path:
+        raise one_of("task", name, [*TASKS, "or module:Class of your own"])
+    module, _, attribute = path.partition(":")
+    try:
+        cls = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"task {name!r} cannot be imported: {error}. Give module:Class, importable from here.") from None
+    if not (isinstance(cls, type) and issubclass(cls, Task)):
+        raise InputError(f"task {name!r} is not a class derived from entp.tasks.Task.")
+    return cls
+
+
+def task_name(task: Task) -> str:
+    """The name under which `task_class` finds this task again."""
+    cls = type(task)
+    return task.name if task.name in TASKS else f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _cell(value: Any) -> str:
+    if np.ndim(value):
+        return "(" + " ".join(f"{v:.1f}" for v in value) + ")"
+    return f"{value:.2f}" if isinstance(value, np.floating) else str(value)

@@ -135,8 +135,8 @@ class TrainConfig:
     """Steps between checkpoints; the last two are kept, and one of the best validation."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
-    target_metric: str = "sequence_accuracy"
-    """Validation metric that decides which checkpoint is best and when to stop early."""
+    target_metric: str | None = None
+    """Validation metric that decides which checkpoint is best and when to stop. None: the task's last, or the loss."""
     target: float | None = None
     """Stop when target_metric reaches this value (for a loss: falls to it)."""
     impl: Impl = "auto"
@@ -199,11 +199,16 @@ class Run:
         if self.mode == "prefix" and self.task.prefix is None:
             problems.append(f"mode prefix needs a task with a prefix, and {self.task.name} has none: use entp or decoder")
         metrics = (*self.task.metrics, "loss")
-        if self.train.target_metric not in metrics:
+        if self.goal not in metrics:
             problems.append(
                 f"train.target_metric {self.train.target_metric!r} is not measured: allowed are {', '.join(metrics)}"
             )
         _raise(problems)
+
+    @property
+    def goal(self) -> str:
+        """The metric that decides which checkpoint is best."""
+        return self.train.target_metric or ("loss", *self.task.metrics)[-1]
 
 
 def model_for(task: Task, size: str = "small", **changes: Any) -> ModelConfig:

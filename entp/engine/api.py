@@ -60,25 +60,24 @@ def all_prefixes(
     budget = token_budget or default_token_budget(model, x.device)
     rows = _in_chunks(compute, model, x, wanted, budget)
     if isinstance(at, Tensor) and at.dtype == torch.bool:
-        asked = at.to(x.device)
-        return model.readout(rows) if lengths is None else _spread(model.readout(rows), wanted)[asked]
+        return model.readout(rows) if lengths is None else _spread(model.readout(rows), wanted)[at]
     return select(model, _spread(rows, wanted), at, lengths)
 
 
 def wanted_prefixes(x: Tensor, at: Tensor | Sequence[int] | None, lengths: Tensor | None) -> Tensor:
-    """`at` as a bool mask (B, T), without padding."""
+    """`at` as a bool mask (B, T) on the CPU, without padding: laying prefixes out must not wait for the device."""
     batch, time = x.shape[:2]
     if isinstance(at, Tensor) and at.dtype == torch.bool:
         if at.shape != (batch, time):
             raise InputError(
                 f"at is a mask of shape {tuple(at.shape)}: a mask must have the shape of the batch, {(batch, time)}."
             )
-        wanted = at.to(x.device)
+        wanted = at.cpu()
     else:
-        wanted = torch.zeros(batch, time, dtype=torch.bool, device=x.device)
+        wanted = torch.zeros(batch, time, dtype=torch.bool)
         wanted[:, _positions(at, time)] = True
     if lengths is not None:
-        wanted = wanted & (torch.arange(time, device=x.device) < lengths[:, None])
+        wanted = wanted & (torch.arange(time) < lengths.cpu()[:, None])
     return wanted
 
 
@@ -89,8 +88,7 @@ def select(model: Transformer, hidden_BTD: Tensor, at: Tensor | Sequence[int] | 
     if lengths is not None:
         padding = torch.arange(time, device=hidden_BTD.device) >= lengths[:, None]
     if isinstance(at, Tensor) and at.dtype == torch.bool:
-        asked = at.to(hidden_BTD.device)
-        out, padding = model.readout(hidden_BTD[asked]), None if padding is None else padding[asked]
+        out, padding = model.readout(hidden_BTD[at]), None if padding is None else padding[at]
     else:
         index = torch.as_tensor(_positions(at, time), device=hidden_BTD.device)
         every = at is None
@@ -149,7 +147,7 @@ def _in_chunks(compute: Callable[..., Tensor], model: Transformer, x: Tensor, wa
 def _spread(rows: Tensor, wanted: Tensor) -> Tensor:
     """Rows (M, ...) back to (B, T, ...), 0 elsewhere."""
     out = rows.new_zeros(*wanted.shape, *rows.shape[1:])
-    return out.index_put(wanted.nonzero(as_tuple=True), rows)
+    return out.index_put(tuple(i.to(rows.device, non_blocking=True) for i in wanted.nonzero(as_tuple=True)), rows)
 
 
 def _positions(at: Tensor | Sequence[int] | None, time: int) -> list[int]:

@@ -70,12 +70,13 @@ class Packing:
         return F.pad(self.length.cumsum(0), (1, 0)).to(torch.int32)
 
 
-def pack(wanted: Tensor) -> Packing:
-    """The packing of the prefixes marked in wanted (B, T)."""
+def pack(wanted: Tensor, device: torch.device | None = None) -> Packing:
+    """The packing of the prefixes marked in wanted (B, T), its tensors on `device`."""
     time_major = wanted.T.contiguous()
     length, sequence = time_major.nonzero(as_tuple=True)
     counts = time_major.sum(1).tolist()
-    return Packing(sequence, length + 1, tuple((t + 1, n) for t, n in enumerate(counts) if n))
+    groups = tuple((t + 1, n) for t, n in enumerate(counts) if n)
+    return Packing(sequence.to(device, non_blocking=True), (length + 1).to(device, non_blocking=True), groups)
 
 
 def split(wanted: Tensor, token_budget: int) -> Iterator[Tensor]:
@@ -96,7 +97,7 @@ def prefix_hidden(model: Transformer, x: Tensor, wanted: Tensor) -> Tensor:
     """As reference.prefix_hidden: last block's output at the end of each wanted prefix, (M, D), sequence by sequence."""
     if model.config.layers == 1:  # one layer: encoder and decoder are the same function (paper, appendix)
         return model.hidden(x, "decoder")[wanted]
-    packing = pack(wanted)
+    packing = pack(wanted, x.device)
     if not packing.groups:
         return model.embed(x)[wanted]
     h = model.embed(x[:, : packing.groups[-1][0]])

@@ -1,0 +1,88 @@
+"""Addition, one line per sequence, as in the paper's format: `$12+34=46$`, or with the sum reversed `$12+34=64$`.
+
+The pairs of numbers are split once: `examples` of them for training, the rest for validation and test, none in two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+
+from entp.errors import InputError
+from entp.tasks.base import IGNORE, Batch, Split, Task
+
+ALPHABET = "$+=0123456789"
+
+
+@dataclass(frozen=True)
+class Addition(Task):
+    """Sums of two numbers; the loss is on the answer and the closing `$`.
+
+    input   $  1  2  +  3  4  =  6  4
+    target  .  .  .  .  .  .  6  4  $
+    """
+
+    name: ClassVar[str] = "addition"
+    about: ClassVar[str] = "add two numbers from few examples (ENTP needs fewer)"
+
+    digits: int = 2
+    """Numbers go from 0 to 10^digits - 1."""
+    examples: int = 1000
+    """Distinct sums to train on; validation and test share the others."""
+    reversed: bool = True
+    """Write the sum with its last digit first, as a person computes it."""
+    split_seed: int = 0
+    """Decides which sums are for training."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.digits <= 3:
+            raise InputError(f"task.digits is {self.digits}: allowed are 1, 2 and 3.")
+        most = 100**self.digits - 2
+        if not 1 <= self.examples <= most:
+            raise InputError(f"task.examples is {self.examples}: allowed are 1 to {most} with {self.digits} digits.")
+
+    def model_needs(self) -> dict[str, Any]:
+        return {"vocab": len(ALPHABET), "positions": 3 * self.digits + 5}
+
+    def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
+        pairs = _split_pairs(self.digits, self.examples, self.split_seed)[split]
+        chosen = pairs[self.rng(seed, split, step).integers(0, len(pairs), size)]
+        lines = [self.line(int(p) // 10**self.digits, int(p) % 10**self.digits) for p in chosen]
+        return self.encode(lines)
+
+    def line(self, a: int, b: int) -> str:
+        """`$12+34=64$`."""
+        total = str(a + b)
+        return f"${a}+{b}={total[::-1] if self.reversed else total}$"
+
+    def encode(self, lines: list[str]) -> Batch:
+        """Lines to inputs and targets, padded on the right."""
+        lengths = np.array([len(line) - 1 for line in lines])
+        x = np.zeros((len(lines), lengths.max()), dtype=np.int64)
+        y = np.full_like(x, IGNORE)
+        for row, line in enumerate(lines):
+            tokens = self.from_text(line)
+            x[row, : lengths[row]] = tokens[:-1]
+            asked = slice(line.index("="), lengths[row])
+            y[row, asked] = tokens[1:][asked]
+        return Batch(x, y, lengths)
+
+    def to_text(self, tokens: list[int]) -> str:
+        return "".join(ALPHABET[t] for t in tokens)
+
+    def from_text(self, text: str) -> list[int]:
+        bad = sorted(set(text) - set(ALPHABET))
+        if bad:
+            raise InputError(f"the prompt has {bad[0]!r}: allowed are the characters of {ALPHABET}, as in '$12+34='.")
+        return [ALPHABET.index(c) for c in text]
+
+
+@lru_cache(maxsize=8)
+def _split_pairs(digits: int, examples: int, split_seed: int) -> dict[str, np.ndarray]:
+    """All pairs a 10^digits + b in a fixed random order, cut into train, valid and test."""
+    order = np.random.Generator(np.random.Philox(split_seed)).permutation(100**digits)
+    rest = order[examples:]
+    return {"train": order[:examples], "valid": rest[: len(rest) // 2], "test": rest[len(rest) // 2 :]}

@@ -1,0 +1,211 @@
+"""Checkpoints that survive a kill, a full disk and a damaged file.
+
+    runs/first/
+      config.json                     the whole run
+      environment.json                versions, device, commit, date
+      metrics.jsonl                   one line per measurement
+      checkpoints/step-00000200/      the last two: model.safetensors, config.json, trainer.pt, checksums.json
+      checkpoints/best-00000150/      the best validation: model.safetensors, config.json, checksums.json
+
+A checkpoint is written into a hidden folder, flushed to disk and renamed: it is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from entp.config import ModelConfig, Run, run_from_json, run_to_json
+from entp.errors import InputError
+from entp.model import Transformer
+
+KEEP = 2
+CHECKSUMS = "checksums.json"
+
+
+class Damaged(Exception):
+    """A checkpoint whose files are missing or not what was written."""
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write `data` so that `path` holds either all of it or what it held before."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def save_model(model: Transformer, folder: str | Path, run: Run | None = None) -> Path:
+    """Save a model so that `load(folder)` gives it back; `run` says how it was made."""
+    files = {"model.safetensors": _model_bytes(model), "config.json": _config_bytes(model, run)}
+    return _write_folder(Path(folder), files)
+
+
+def save_checkpoint(out: Path, step: int, model: Transformer, run: Run, trainer: dict[str, Any] | None) -> Path:
+    """Write checkpoints/step-N (with trainer state) or checkpoints/best-N (without), and remove what is older."""
+    kind = "best" if trainer is None else "step"
+    files = {"model.safetensors": _model_bytes(model), "config.json": _config_bytes(model, run)}
+    if trainer is not None:
+        buffer = io.BytesIO()
+        torch.save(trainer, buffer)
+        files["trainer.pt"] = buffer.getvalue()
+    folder = _write_folder(out / "checkpoints" / f"{kind}-{step:08d}", files)
+    keep = KEEP if kind == "step" else 1
+    for old in _checkpoints(out, kind)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+def newest(out: Path, kind: Literal["step", "best"] = "step") -> Path | None:
+    """The newest undamaged checkpoint of a run, or None; damaged ones are named on standard error."""
+    for folder in _checkpoints(out, kind):
+        try:
+            verify(folder)
+            return folder
+        except Damaged as error:
+            print(f"checkpoint {folder} is damaged ({error}); trying the one before it.", file=sys.stderr)
+    return None
+
+
+def verify(folder: Path) -> None:
+    """Raise Damaged unless every file of the checkpoint is what was written."""
+    try:
+        sums = json.loads((folder / CHECKSUMS).read_text())
+        for name, want in sums.items():
+            if hashlib.sha256((folder / name).read_bytes()).hexdigest() != want:
+                raise Damaged(f"{name} does not match its checksum")
+    except (OSError, ValueError, AttributeError) as error:
+        raise Damaged(f"{error}") from None
+
+
+def read_trainer(folder: Path) -> dict[str, Any]:
+    """The trainer state of a checkpoint; read without unpickling code."""
+    return torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+
+
+def load(path: str | Path, which: Literal["best", "last"] = "best", device: str | torch.device = "cpu") -> Transformer:
+    """The model of a run folder (its best or its last checkpoint), or of one checkpoint folder."""
+    folder = find(Path(path), which)
+    config = _model_config(folder)
+    try:
+        tensors = load_tensors((folder / "model.safetensors").read_bytes())
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"the weights in {folder} cannot be read: {error}.") from None
+    model = Transformer(config)
+    if any(t.dtype == torch.float64 for t in tensors.values()):
+        model = model.double()
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise InputError(f"the weights in {folder} do not fit its config.json: {' '.join(str(error).split())}") from None
+    return model.to(device).eval()
+
+
+def load_run(path: str | Path, which: Literal["best", "last"] = "best") -> Run:
+    """The run that made the model in `path`."""
+    return run_from_json(_read_json(find(Path(path), which) / "config.json"), str(path))
+
+
+def find(path: Path, which: Literal["best", "last"] = "best") -> Path:
+    """The folder with the weights: `path` itself, or a run's best (else last) undamaged checkpoint."""
+    if not path.is_dir():
+        raise InputError(f"there is no run folder {path}: give the --out of a finished or interrupted `entp train`.")
+    if (path / "model.safetensors").is_file():
+        if (path / CHECKSUMS).is_file():
+            try:
+                verify(path)
+            except Damaged as error:
+                raise InputError(f"the checkpoint {path} is damaged: {error}.") from None
+        return path
+    folder = (newest(path, "best") if which == "best" else None) or newest(path, "step")
+    if folder is None:
+        raise InputError(
+            f"{path} holds no complete checkpoint: the run stopped before its first one. Continue it with --resume."
+        )
+    return folder
+
+
+def remove_leftovers(out: Path) -> None:
+    """Delete what a killed process left half-written."""
+    for folder in (out / "checkpoints").glob(".*.tmp"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _checkpoints(out: Path, kind: str) -> list[Path]:
+    """Checkpoint folders of a kind, newest first."""
+    return sorted((p for p in (out / "checkpoints").glob(f"{kind}-*") if p.is_dir()), reverse=True)
+
+
+def _write_folder(folder: Path, files: dict[str, bytes]) -> Path:
+    """A folder with these files and their checksums, renamed into place when all of it is on disk."""
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    files = {**files, CHECKSUMS: json.dumps({n: hashlib.sha256(d).hexdigest() for n, d in files.items()}).encode()}
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        for name, data in files.items():
+            write_file(temporary / name, data)
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.rename(temporary, folder)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _sync_folder(folder.parent)
+    return folder
+
+
+def _model_bytes(model: Transformer) -> bytes:
+    return save_tensors({name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()})
+
+
+def _config_bytes(model: Transformer, run: Run | None) -> bytes:
+    data = {"model": dataclasses.asdict(model.config)} if run is None else run_to_json(run)
+    return json.dumps(data, indent=1).encode()
+
+
+def _model_config(folder: Path) -> ModelConfig:
+    data = _read_json(folder / "config.json")
+    try:
+        return ModelConfig(**data["model"])
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{folder / 'config.json'} does not describe a model: {error}.") from None
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except OSError:
+        raise InputError(f"{path} is missing: the folder is not a complete run.") from None
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}.") from None
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename durable; not every file system lets a folder be flushed."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,99 @@
+"""AdamW as the paper uses it, Muon for the matrices inside the blocks, and the warm-up and cosine of both."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import torch
+from torch import Tensor, nn
+
+from entp.config import OptimConfig
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients of Muon's quintic iteration, as in torch.optim.Muon."""
+
+
+def learning_rate(config: OptimConfig, step: int) -> float:
+    """The rate of step 0, 1, ...: linear warm-up, cosine to min_lr at decay_steps, then min_lr."""
+    if step < config.warmup:
+        return config.max_lr * (step + 1) / config.warmup
+    done = min(1.0, (step - config.warmup) / (config.decay_steps - config.warmup))
+    return config.min_lr + 0.5 * (config.max_lr - config.min_lr) * (1 + math.cos(math.pi * done))
+
+
+class Muon(torch.optim.Muon):
+    """torch's Muon with its matrices of one shape orthogonalised in one batched call, in fp32 on a CPU.
+
+    torch's own step works in bfloat16 everywhere; a CPU without bfloat16 instructions takes tens of seconds for that.
+    """
+
+    @torch.no_grad()
+    def step(self, closure=None):  # type: ignore[no-untyped-def]
+        """One update of every matrix that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            same_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+            for p in group["params"]:
+                if p.grad is not None:
+                    same_shape[p.shape].append(p)
+            for matrices in same_shape.values():
+                self._update(matrices, group)
+        return loss
+
+    def _update(self, matrices: list[nn.Parameter], group: dict) -> None:
+        updates = []
+        for p in matrices:
+            assert p.grad is not None
+            state = self.state[p]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(p)
+            average = state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+            updates.append(p.grad.lerp(average, group["momentum"]) if group["nesterov"] else average)
+        rows, columns = matrices[0].shape
+        rate = group["lr"] * 0.2 * math.sqrt(max(rows, columns))  # "match_rms_adamw": AdamW's rates carry over
+        for p, update in zip(matrices, orthogonalise(torch.stack(updates), group["ns_steps"], group["eps"]), strict=True):
+            p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update.to(p.dtype), alpha=-rate)
+
+
+def orthogonalise(g: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
+    """The nearest semi-orthogonal matrices to g (n, rows, columns), roughly, by Newton-Schulz iteration."""
+    a, b, c = NEWTON_SCHULZ
+    x = g.bfloat16() if g.is_cuda else g.float()
+    tall = g.shape[1] > g.shape[2]
+    if tall:
+        x = x.mT
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def make_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
+    """AdamW over everything, or Muon over the blocks' matrices and AdamW over the rest; vectors are not decayed."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    muon = [p for n, p in named if config.name == "muon" and n.startswith("blocks.") and p.ndim == 2]
+    taken = {id(p) for p in muon}
+    rest = [p for _, p in named if id(p) not in taken]
+    groups = [
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    fused = rest[0].is_cuda if rest else False
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(groups, lr=config.max_lr, betas=(config.beta1, config.beta2), fused=fused)
+    ]
+    if muon:
+        optimizers.append(Muon(muon, lr=config.max_lr, weight_decay=config.weight_decay))
+    return optimizers
+
+
+def set_learning_rate(optimizers: list[torch.optim.Optimizer], rate: float) -> None:
+    """The same rate for every group of every optimizer."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate

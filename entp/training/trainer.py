@@ -1,0 +1,253 @@
+"""The one training loop.
+
+    result = train(run, out="runs/first")            # on a CPU, one GPU, or several processes under torchrun
+    result = train(run, out="runs/first", resume=True)
+
+A step is a pure function of the weights, the optimizer state and the step number, so a run that was stopped or killed
+continues as if nothing had happened: bit for bit on a CPU.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from entp.config import Run
+from entp.engine.api import default_token_budget
+from entp.engine.packed import split
+from entp.errors import InputError
+from entp.model import Transformer
+from entp.tasks.base import IGNORE, Batch
+from entp.training import checkpoint
+from entp.training.distributed import World, add_up_gradients, join
+from entp.training.evaluation import evaluate, forward, loss_sum
+from entp.training.folder import check_folder, prepare_folder
+from entp.training.metrics import MetricsFile, Progress, read_metrics
+from entp.training.optim import learning_rate, make_optimizers, set_learning_rate
+from entp.training.watch import LossWatch, StopSignals
+
+
+@dataclass
+class Result:
+    """How a run ended."""
+
+    out: Path
+    step: int
+    seconds: float
+    reason: str
+    metrics: dict[str, float]
+    best: dict[str, float]
+    stopped_by: int | None = None
+
+
+@dataclass
+class State:
+    """All that changes while a run goes on."""
+
+    model: Transformer
+    optimizers: list[torch.optim.Optimizer]
+    step: int = 0
+    seconds: float = 0.0
+    best: dict[str, float] = field(default_factory=dict)
+
+    def save(self) -> dict[str, Any]:
+        states = [o.state_dict() for o in self.optimizers]
+        return {"step": self.step, "seconds": self.seconds, "best": self.best, "optimizers": states}
+
+    def restore(self, folder: Path) -> None:
+        saved = checkpoint.read_trainer(folder)
+        self.model.load_state_dict(checkpoint.load(folder).state_dict())
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        self.step, self.seconds, self.best = saved["step"], saved["seconds"], saved["best"]
+
+
+def train(run: Run, out: str | Path, *, device: str = "auto", resume: bool = False, quiet: bool = False) -> Result:
+    """Train `run` in the folder `out`; `resume` continues what is there. Only the first process writes."""
+    out = Path(out)
+    with join(device) as (world, where):
+        if run.batch < world.size:
+            raise InputError(f"batch {run.batch} is smaller than the {world.size} processes: raise --batch.")
+        check_folder(run, out, resume)
+        world.barrier()  # nobody creates the folder before all have looked at it
+        try:
+            return _train(run, out, where, world, resume, quiet or not world.first)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            last = checkpoint.newest(out)
+            kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been written yet"
+            raise InputError(f"no space to write to {out} ({error.strerror}): {kept}. Free space, then use --resume.") from None
+
+
+def _train(run: Run, out: Path, device: torch.device, world: World, resume: bool, quiet: bool) -> Result:
+    torch.manual_seed(run.seed)
+    model = Transformer(run.model).to(device)
+    state = State(model, make_optimizers(model, run.optim))
+    folder = checkpoint.newest(out) if resume else None
+    if folder is not None:
+        state.restore(folder)
+    if world.first:
+        prepare_folder(run, out, device, world)
+    if run.train.compile:
+        for block in model.blocks:
+            block.finish = torch.compile(block.finish)  # type: ignore[assignment,arg-type]
+    metrics = MetricsFile(out, run, state.step) if world.first else None
+    progress = Progress(f"{run.task.name} {run.mode}", run.steps, state.step, not quiet)
+    try:
+        with StopSignals() as signals:
+            return Loop(run, out, state, device, world, signals, metrics, progress).go()
+    finally:
+        progress.close()
+        if metrics is not None:
+            metrics.close()
+
+
+class Loop:
+    """Steps from state.step to run.steps, with logging, measuring and saving between them."""
+
+    def __init__(
+        self,
+        run: Run,
+        out: Path,
+        state: State,
+        device: torch.device,
+        world: World,
+        signals: StopSignals,
+        metrics: MetricsFile | None,
+        progress: Progress,
+    ) -> None:
+        self.run, self.out, self.state, self.device, self.world = run, out, state, device, world
+        self.signals, self.metrics, self.progress = signals, metrics, progress
+        self.watch = LossWatch(run, device)
+        self.values = _last_evaluation(out, state.step)
+
+    def go(self) -> Result:
+        run, state, every = self.run, self.state, self.run.train
+        reason, mark = "all steps done", time.perf_counter()
+        for batch in _batches(run, state.step):
+            loss, norm, stop = train_step(run, state, batch, self.device, self.world, self.signals.caught is not None)
+            self.watch.note(loss, state.step)
+            state.step += 1
+            stop = stop or (self.world.size == 1 and self.signals.caught is not None)
+            last = state.step == run.steps
+            self.progress.step(state.step)
+            if state.step % every.log_every == 0 or last or stop:
+                self.watch.check()
+                state.seconds, mark = state.seconds + time.perf_counter() - mark, time.perf_counter()
+                self.log(norm)
+            if (state.step % every.eval_every == 0 or last) and not stop and self.measure():
+                last, reason = True, f"{run.goal} reached {every.target:g}"
+            if state.step % every.checkpoint_every == 0 or last or stop:
+                self.save()
+            if stop:
+                reason = f"stopped by {self.signals.name()} and saved; continue with --resume"
+            if last or stop:
+                break
+        return Result(self.out, state.step, state.seconds, reason, self.values, state.best, self.signals.caught)
+
+    def log(self, norm: Tensor) -> None:
+        """One line of training metrics."""
+        step = self.state.step
+        line = {"loss": self.watch.mean(), "lr": learning_rate(self.run.optim, step - 1), "grad_norm": float(norm)}
+        self.progress.step(step, line)
+        if self.metrics:
+            self.metrics.write("train", step, {**line, "seconds": round(self.state.seconds, 3)})
+
+    def measure(self) -> bool:
+        """Evaluate, keep the best weights, and say whether the target is reached."""
+        self.watch.check()
+        state = self.state
+        self.values = evaluate(state.model, self.run, device=self.device, world=self.world)
+        better = _is_better(self.run, self.values, state.best)
+        if better:
+            state.best = {**self.values, "step": state.step}
+        self.progress.line(state.step, self.values)
+        if self.metrics:
+            self.metrics.write("eval", state.step, self.values)
+            if better:
+                checkpoint.save_checkpoint(self.out, state.step, state.model, self.run, None)
+        return _reached(self.run, self.values)
+
+    def save(self) -> None:
+        """A checkpoint to continue from, unless the weights have gone bad."""
+        self.watch.check()
+        if self.world.first:
+            checkpoint.save_checkpoint(self.out, self.state.step, self.state.model, self.run, self.state.save())
+
+
+def train_step(
+    run: Run, state: State, batch: Batch, device: torch.device, world: World, stop: bool = False
+) -> tuple[Tensor, Tensor, bool]:
+    """One optimizer step. Returns the global loss, the gradient's norm and whether any process was told to stop.
+
+    In mode entp the prefixes are split by the token budget; the gradients of the parts add up to the same gradient.
+    """
+    model = state.model
+    asked = int((batch.y != IGNORE).sum())
+    batch = batch.part(world.rank, world.size)
+    at = torch.from_numpy(batch.y != IGNORE)
+    y = torch.from_numpy(batch.y)
+    budget = run.train.token_budget or default_token_budget(model, device)
+    total = torch.zeros((), device=device)
+    for optimizer in state.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    for part in split(at, budget) if run.mode == "entp" else [at]:
+        outputs = forward(model, run, batch, part, device)
+        loss = loss_sum(run.task, outputs, y[part].to(device)) / asked
+        loss.backward()
+        total += loss.detach()
+    total, stop = add_up_gradients(list(model.parameters()), total, stop, world)
+    largest = run.optim.clip or float("inf")
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
+    set_learning_rate(state.optimizers, learning_rate(run.optim, state.step))
+    for optimizer in state.optimizers:
+        optimizer.step()
+    return total, norm, stop
+
+
+def _batches(run: Run, start: int) -> Iterator[Batch]:
+    """The batches of steps start, start + 1, ..., each made while the one before it is used."""
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(run.task.batch, run.seed, "train", start, run.batch)
+        for step in range(start, run.steps):
+            batch = ahead.result()
+            if step + 1 < run.steps:
+                ahead = pool.submit(run.task.batch, run.seed, "train", step + 1, run.batch)
+            yield batch
+
+
+def _last_evaluation(out: Path, step: int) -> dict[str, float]:
+    """What the last evaluation up to `step` measured; empty before the first."""
+    rows = [r for r in read_metrics(out) if r["kind"] == "eval" and r["step"] <= step]
+    return {k: v for k, v in rows[-1].items() if k not in ("kind", "step")} if rows else {}
+
+
+def _is_better(run: Run, values: dict[str, float], best: dict[str, float]) -> bool:
+    """Higher accuracy or lower loss; ties in accuracy go to the lower loss."""
+
+    def rank(v: dict[str, float]) -> tuple[float, float]:
+        return (-v["loss"] if run.goal == "loss" else v[run.goal], -v["loss"])
+
+    return not best or rank(values) > rank(best)
+
+
+def _reached(run: Run, values: dict[str, float]) -> bool:
+    target = run.train.target
+    if target is None:
+        return False
+    return values[run.goal] <= target if run.goal == "loss" else values[run.goal] >= target
+
+
+def announce(result: Result) -> str:
+    """One line for a person about how a run ended."""
+    measured = "  ".join(f"{k} {v:.4g}" for k, v in result.metrics.items() if k != "n")
+    return f"{result.reason}: step {result.step}, {result.seconds:.1f} s of training. {measured}  ({result.out})"

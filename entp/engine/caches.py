@@ -60,9 +60,8 @@ class DecoderCache:
 
     def prefill(self, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
         batch, time = tokens_BT.shape
-        mask = None  # padding lies after every real query, so the causal mask hides it
-        if self.prefix is not None:
-            mask = visible("prefix", time, prefix=self.prefix, lengths=lengths_B)[:, None]
+        # Padding lies after every real query and every prefix, so either mask hides it.
+        mask = None if self.prefix is None else visible("prefix", time, prefix=self.prefix)[:, None]
         h = self.model.embed(tokens_BT)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []

@@ -86,8 +86,8 @@ def pick(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator | Non
     """One token per row (B,) from logits (B, vocab)."""
     if sampling.temperature == 0:
         return logits_BV.argmax(-1)
-    best = logits_BV.amax(-1, keepdim=True)  # taken off first, so that a tiny temperature cannot overflow
-    scores = (logits_BV - best).to(torch.promote_types(logits_BV.dtype, torch.float32)) / sampling.temperature
+    wide = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
+    scores = wide / max(sampling.temperature, 1e-30)  # a smaller one would become 0 in fp32
     ranked, token = scores.sort(dim=-1, descending=True, stable=True)
     if sampling.top_k is not None:
         ranked[:, sampling.top_k :] = float("-inf")

@@ -118,7 +118,8 @@ def upper_layers(model: Transformer, rows_ND: Tensor, packing: Packing) -> Tenso
 def first_layer(block: Block, h_BTD: Tensor, packing: Packing) -> Tensor:
     """Block 1 for every row (N, D), from the embeddings (B, T, D)."""
     q, k, v = (part.transpose(1, 2) for part in block.split_heads(block.qkv(block.norm_1(h_BTD))))
-    attended = running_attention(q, k, v, packing, block.scale)
+    with torch.autocast(h_BTD.device.type, enabled=False):  # scores in full precision, as fused attention keeps them
+        attended = running_attention(q, k, v, packing, block.scale)
     token = packing.sequence[packing.row_prefix()] * h_BTD.shape[1] + packing.row_token()
     rows = F.embedding(token, h_BTD.flatten(0, 1))  # its backward adds rows up in parallel and in a fixed order
     return block.finish(rows, attended)
@@ -132,7 +133,7 @@ def running_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: 
     nothing overflows. Lengths are taken in blocks of BLOCK: the state o_im' is carried from block to block.
     """
     out_dtype = v.dtype
-    q, k, v = (part.float() if part.dtype in (torch.bfloat16, torch.float16) else part for part in (q, k, v))
+    q, k, v = (_at_least_fp32(part) for part in (q, k, v))
     scores = (q * scale) @ k.transpose(-1, -2)
     total = torch.logcumsumexp(scores, dim=-1)
     state = v.new_zeros(v.shape)
@@ -217,16 +218,25 @@ def last_layer(block: Block, rows_ND: Tensor, packing: Packing) -> Tensor:
     Per head, q k_i = (W_K^T q) x_i + a constant, which softmax ignores, and sum_i a_i v_i = W_V (sum_i a_i x_i) + b_V: keys
     and values of the N rows are never computed.
     """
-    x_ND = block.norm_1(rows_ND)
-    w_q, w_k, w_v = block.qkv.weight.unflatten(0, (3, block.heads, -1)).unbind(0)  # (H, d, D) each
-    b_q, _, b_v = block.qkv.bias.unflatten(0, (3, block.heads, -1)).unbind(0)
     last = packing.last_row()
+    with torch.autocast(rows_ND.device.type, enabled=False):  # few rows: full precision costs nothing and rounds once less
+        attended = _last_attention(block, _at_least_fp32(block.norm_1(rows_ND)), packing, last)
+    return block.finish(rows_ND[last], attended.to(rows_ND.dtype))
+
+
+def _last_attention(block: Block, x_ND: Tensor, packing: Packing, last: Tensor) -> Tensor:
+    """Attention of each prefix's last row over its rows x (N, D), which are normed but not projected: (M, D)."""
+    w_q, w_k, w_v = _at_least_fp32(block.qkv.weight).unflatten(0, (3, block.heads, -1)).unbind(0)  # (H, d, D) each
+    b_q, _, b_v = _at_least_fp32(block.qkv.bias).unflatten(0, (3, block.heads, -1)).unbind(0)
     q_MHd = torch.einsum("md,hed->mhe", x_ND[last], w_q) + b_q
     q_MHD = torch.einsum("mhe,hed->mhd", q_MHd * block.scale, w_k)
     contexts = []
     counts = [count for _, count in packing.groups]
     for (m, count), x, q in zip(packing.groups, x_ND.split(packing.row_counts), q_MHD.split(counts), strict=True):
         x = x.unflatten(0, (count, m))
-        contexts.append(torch.softmax(q @ x.transpose(1, 2), dim=-1).to(x.dtype) @ x)
-    attended = torch.einsum("mhd,hed->mhe", torch.cat(contexts), w_v) + b_v
-    return block.finish(rows_ND[last], attended.flatten(1))
+        contexts.append(torch.softmax(q @ x.transpose(1, 2), dim=-1) @ x)
+    return (torch.einsum("mhd,hed->mhe", torch.cat(contexts), w_v) + b_v).flatten(1)
+
+
+def _at_least_fp32(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

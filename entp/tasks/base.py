@@ -90,8 +90,8 @@ class Task:
         """One example, inputs above targets, a dot where there is no loss."""
         one = self.batch(seed, "train", 0, 1)
         length = one.x.shape[1] if one.lengths is None else int(one.lengths[0])
-        xs = [_cell(v) for v in one.x[0, :length]]
-        ys = ["." if np.all(v == IGNORE) else _cell(v) for v in one.y[0, :length]]
+        xs = [self._cell(v) for v in one.x[0, :length]]
+        ys = ["." if np.all(v == IGNORE) else self._cell(v) for v in one.y[0, :length]]
         width = max(map(len, xs + ys))
         per_line = max(1, 100 // (width + 1))
         lines = []
@@ -99,6 +99,11 @@ class Task:
             for label, row in (("input ", xs), ("target", ys)):
                 lines.append(f"{label} " + " ".join(v.rjust(width) for v in row[start : start + per_line]))
         return "\n".join(lines)
+
+    def _cell(self, value: Any) -> str:
+        if np.ndim(value):
+            return "(" + " ".join(f"{v:.1f}" for v in value) + ")"
+        return f"{value:.2f}" if isinstance(value, np.floating) else self.to_text([int(value)])
 
 
 TASKS: dict[str, str] = {
@@ -129,9 +134,3 @@ def task_name(task: Task) -> str:
     """The name under which `task_class` finds this task again."""
     cls = type(task)
     return task.name if task.name in TASKS else f"{cls.__module__}:{cls.__qualname__}"
-
-
-def _cell(value: Any) -> str:
-    if np.ndim(value):
-        return "(" + " ".join(f"{v:.1f}" for v in value) + ")"
-    return f"{value:.2f}" if isinstance(value, np.floating) else str(value)

@@ -47,7 +47,7 @@ def pick_device(name: str, world: World) -> torch.device:
     """The torch device for `auto`, `cpu`, `cuda` or `cuda:1`."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and world.size > 1:
+    if name == "cuda":
         name = f"cuda:{world.local_rank}"
     try:
         device = torch.device(name)

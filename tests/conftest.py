@@ -1,0 +1,20 @@
+"""What all tests share: one thread, examples that are the same in every run, and no GPU tests where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("entp", deadline=None, derandomize=True, max_examples=25)
+settings.load_profile("entp")
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` on machines without one."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

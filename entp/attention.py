@@ -34,6 +34,8 @@ def visible(mode: str, time: int, *, prefix: Tensor | int | None = None, lengths
                 "mode prefix needs prefix=: the number of first tokens that see each other, or one number per sequence."
             )
         first = torch.as_tensor(prefix, device=device).reshape(-1, 1, 1)
+        if not bool((first >= 1).all()):
+            raise InputError(f"prefix must be at least 1 token, got {torch.as_tensor(prefix).tolist()}.")
         mask = mask | (steps[None, None, :] < first) & (steps[None, :, None] < first)
     elif mode != "decoder":
         raise one_of("mode", mode, MODES)

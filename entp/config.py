@@ -285,4 +285,5 @@ def _literal_problems(config: Any, prefix: str) -> list[str]:
 
 def _raise(problems: list[str]) -> None:
     if problems:
-        raise InputError("; ".join(problems) + ".")
+        text = "; ".join(problems)
+        raise InputError(text if text.endswith("?") else f"{text}.")

@@ -109,8 +109,8 @@ class Transformer(nn.Module):
             return all_prefixes(self, x, at=at, impl=impl, lengths=lengths, token_budget=token_budget)
         if mode not in MODES:
             raise one_of("mode", mode, MODES)
-        lengths = check_inputs(self, x, lengths)
-        hidden = self.hidden(hide_padding(x, lengths), mode, lengths=lengths, prefix=prefix)
+        x, lengths = check_inputs(self, x, lengths)
+        hidden = self.hidden(x, mode, lengths=lengths, prefix=prefix)
         return select(self, hidden, at, lengths)
 
     def hidden(self, x: Tensor, mode: str, *, lengths: Tensor | None = None, prefix: Tensor | int | None = None) -> Tensor:
@@ -145,14 +145,6 @@ class Transformer(nn.Module):
             return self.head(h_ND)
         assert self.tokens is not None
         return F.linear(h_ND, self.tokens.weight)
-
-
-def hide_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """x with 0 in place of whatever stands past each row's length, so that not even a NaN there can matter."""
-    if lengths is None:
-        return x
-    padding = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
-    return x.masked_fill(padding.reshape(*padding.shape, *(1,) * (x.ndim - 2)), 0)
 
 
 def _norm(config: ModelConfig) -> nn.Module:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from entp import InputError
 from entp.attention import attend, draw, visible
 
-batches = st.lists(st.tuples(st.integers(0, 10), st.integers(1, 9)), min_size=1, max_size=3)
+batches = st.lists(st.tuples(st.integers(1, 10), st.integers(1, 9)), min_size=1, max_size=3)
 
 
 def sees(mode: str, query: int, key: int, prefix: int, length: int) -> bool:
@@ -33,7 +33,7 @@ def test_visible_by_brute_force(mode: str, time: int, rows: list[tuple[int, int]
                 assert bool(mask[b, query, key]) == expected
 
 
-@pytest.mark.parametrize("prefix", [0, 1, 3, 5, 9])
+@pytest.mark.parametrize("prefix", [1, 3, 5, 9])
 def test_prefix_as_one_number(prefix: int) -> None:
     mask = visible("prefix", 5, prefix=prefix)
     assert mask.shape == (1, 5, 5)
@@ -43,6 +43,9 @@ def test_prefix_as_one_number(prefix: int) -> None:
 def test_mode_prefix_needs_a_prefix() -> None:
     with pytest.raises(InputError, match="mode prefix needs prefix="):
         visible("prefix", 4)
+    for prefix in (0, -1, torch.tensor([2, 0])):
+        with pytest.raises(InputError, match="prefix must be at least 1 token"):
+            visible("prefix", 4, prefix=prefix)
 
 
 def test_unknown_mode() -> None:

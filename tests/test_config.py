@@ -301,8 +301,8 @@ def test_hash_changes_with_everything_but_steps(path: str) -> None:
 
 
 def test_hash_is_ten_characters_and_the_same_everywhere() -> None:
-    script = "from entp.config import *; from entp.tasks.counting import Count3; print(config_hash(Run(Count3(), model_for(Count3()))))"
-    assert fresh_python(script) == config_hash(RUNS["defaults"])
+    imports = "from entp.config import *; from entp.tasks.counting import Count3"
+    assert fresh_python(f"{imports}; print(config_hash(Run(Count3(), model_for(Count3()))))") == config_hash(RUNS["defaults"])
     assert len(config_hash(RUNS["defaults"])) == 10
 
 

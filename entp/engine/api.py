@@ -50,12 +50,9 @@ def all_prefixes(
     lengths: (B,) true lengths of rows padded on the right; outputs at padding are 0 and nothing depends on it.
     token_budget: most rows computed at once. Chunks are recomputed in the backward pass, so that only one is in memory.
     """
-    from entp.model import hide_padding
-
     name = choose(model, impl).impl
-    lengths = check_inputs(model, x, lengths)
+    x, lengths = check_inputs(model, x, lengths)
     wanted = wanted_prefixes(x, at, lengths)
-    x = hide_padding(x, lengths)
     compute = reference.prefix_hidden if name == "reference" else packed.prefix_hidden
     budget = token_budget or default_token_budget(model, x.device)
     rows = _in_chunks(compute, model, x, wanted, budget)
@@ -97,8 +94,8 @@ def select(model: Transformer, hidden_BTD: Tensor, at: Tensor | Sequence[int] | 
     return out if padding is None else out.masked_fill(padding[..., None], 0)
 
 
-def check_inputs(model: Transformer, x: Tensor, lengths: Tensor | None) -> Tensor | None:
-    """Raise InputError for inputs the model cannot read; lengths as a tensor on x's device."""
+def check_inputs(model: Transformer, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """x with its padding blanked and lengths as a tensor beside it; InputError for inputs the model cannot read."""
     config = model.config
     if config.input_dim is None and (x.ndim != 2 or x.is_floating_point()):
         raise InputError(f"the model reads token ids (batch, time) of an integer type, got {tuple(x.shape)} of {x.dtype}.")
@@ -111,12 +108,20 @@ def check_inputs(model: Transformer, x: Tensor, lengths: Tensor | None) -> Tenso
             f"sequences of {x.shape[1]} tokens do not fit the model's {config.positions} positions: "
             "shorten them, or build the model with more positions."
         )
-    if lengths is None:
-        return None
-    lengths = torch.as_tensor(lengths, device=x.device)
-    if lengths.shape != x.shape[:1] or not bool(((lengths >= 1) & (lengths <= x.shape[1])).all()):
-        raise InputError(f"lengths must be {x.shape[0]} numbers from 1 to {x.shape[1]}, got {lengths.tolist()}.")
-    return lengths
+    if lengths is not None:
+        lengths = torch.as_tensor(lengths, device=x.device)
+        if lengths.shape != x.shape[:1] or not bool(((lengths >= 1) & (lengths <= x.shape[1])).all()):
+            raise InputError(f"lengths must be {x.shape[0]} numbers from 1 to {x.shape[1]}, got {lengths.tolist()}.")
+        x = _blank_padding(x, lengths)
+    if config.vocab is not None and not x.is_cuda and not bool(((x >= 0) & (x < config.vocab)).all()):
+        raise InputError(f"token ids go from {int(x.min())} to {int(x.max())}: the vocabulary is 0 to {config.vocab - 1}.")
+    return x, lengths
+
+
+def _blank_padding(x: Tensor, lengths: Tensor) -> Tensor:
+    """x with 0 in place of whatever stands past each row's length, so that not even a NaN there can matter."""
+    padding = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
+    return x.masked_fill(padding.reshape(*padding.shape, *(1,) * (x.ndim - 2)), 0)
 
 
 def default_token_budget(model: Transformer, device: torch.device) -> int:

@@ -193,7 +193,8 @@ class _TakeRows(torch.autograd.Function):
 
 def prefix_attention(block: Block, qkv: Tensor, packing: Packing) -> Tensor:
     """Full attention inside each prefix: (N, 3D) to (N, D)."""
-    if qkv.is_cuda and qkv.dtype in (torch.bfloat16, torch.float16):
+    head_size = qkv.shape[-1] // (3 * block.heads)
+    if qkv.is_cuda and qkv.dtype in (torch.bfloat16, torch.float16) and head_size % 8 == 0 and head_size <= 256:
         return _varlen(block, qkv, packing)
     outputs = []
     for (m, count), part in zip(packing.groups, qkv.split(packing.row_counts), strict=True):

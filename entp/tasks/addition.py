@@ -44,6 +44,10 @@ class Addition(Task):
         if not 1 <= self.examples <= most:
             raise InputError(f"task.examples is {self.examples}: allowed are 1 to {most} with {self.digits} digits.")
 
+    @property
+    def stop(self) -> int:
+        return ALPHABET.index("$")
+
     def model_needs(self) -> dict[str, Any]:
         return {"vocab": len(ALPHABET), "positions": 3 * self.digits + 5}
 

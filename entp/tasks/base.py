@@ -56,6 +56,17 @@ class Task:
         """How many first tokens are given rather than predicted: the prefix of mode `prefix`."""
         return None
 
+    @property
+    def stop(self) -> int | None:
+        """The token that ends a generated sequence, if there is one."""
+        return None
+
+    def prompts(self, seed: int, size: int) -> list[list[int]]:
+        """What a person would let the model continue: test sequences up to their first target."""
+        batch = self.batch(seed, "test", 0, size)
+        first = (batch.y != IGNORE).argmax(axis=1)
+        return [row[: at + 1].tolist() for row, at in zip(batch.x, first, strict=True)]
+
     def model_needs(self) -> dict[str, Any]:
         """`positions`, and `vocab` or `input_dim`, and `outputs` if not the vocabulary, for ModelConfig."""
         raise NotImplementedError

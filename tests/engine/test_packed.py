@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -141,9 +142,17 @@ def test_split(batch: int, time: int, chance: float, seed: int, budget: int) -> 
     assert torch.equal(torch.stack([torch.zeros_like(wanted), *chunks]).sum(0), wanted.long())  # disjoint, and all of it
     rows = [int((c * torch.arange(1, time + 1)).sum()) for c in chunks]
     assert all(0 < n <= budget or int(c.sum()) == 1 for n, c in zip(rows, chunks, strict=True))
-    for first, second in zip(chunks, chunks[1:], strict=False):  # no chunk could have taken the next prefix too
+    for first, second in itertools.pairwise(chunks):  # no chunk could have taken the next prefix too
         shortest = int(second.any(0).nonzero()[0]) + 1
         assert int((first * torch.arange(1, time + 1)).sum()) + shortest > budget
+
+
+def test_split_fills_a_budget_to_the_last_row() -> None:
+    wanted = torch.ones(2, 4, dtype=torch.bool)  # lengths 1 1 2 2 3 3 4 4
+    lengths = [(chunk.nonzero()[:, 1] + 1).sort().values.tolist() for chunk in split(wanted, 6)]
+    assert lengths == [[1, 1, 2, 2], [3, 3], [4], [4]]
+    assert [int(chunk.sum()) for chunk in split(wanted, 1)] == [1] * 8
+    assert list(split(wanted & False, 5)) == []
 
 
 # Extreme scores
@@ -180,7 +189,7 @@ def with_extreme_scores(pattern: str, size: float, layers: int = 3) -> tuple[Tra
 def first_scores(model: Transformer, x: Tensor) -> Tensor:
     block = model.blocks[0]
     q, k, _ = block.split_heads(block.qkv(block.norm_1(model.embed(x))))  # type: ignore[operator]
-    return block.scale * torch.einsum("bihd,bjhd->bhij", q, k)
+    return block.scale * torch.einsum("bihd,bjhd->bhij", q, k).detach()
 
 
 def largest_score(model: Transformer, x: Tensor) -> float:
@@ -192,8 +201,9 @@ def largest_score(model: Transformer, x: Tensor) -> float:
 def test_extreme_scores(pattern: str, size: float) -> None:
     model, x = with_extreme_scores(pattern, size)
     scores = first_scores(model, x)
-    assert scores.max() > 0.3 * size or scores.min() < -0.9 * size
-    assert scores.abs().max() == pytest.approx(size, rel=1e-6)
+    assert scores.abs().max().item() == pytest.approx(size, rel=1e-6)
+    assert scores.max() > size / 3
+    assert scores.min() < -size / 3
     assert_same(results(model, x, impl="packed"), results(model, x, impl="reference"))
 
 
@@ -210,7 +220,7 @@ def test_extreme_scores_stay_finite_in_single_precision(pattern: str) -> None:
 def bf16_errors(seed: int, impl: str, **config: Any) -> float:
     """Mean absolute error of outputs under bfloat16 autocast, against the float64 reference."""
     model = random_model(seed, **config)
-    x = random_inputs(model, 2, 24, seed)
+    x = random_inputs(model, 1, 18, seed)
     with torch.no_grad():
         exact = all_prefixes(model, x, impl="reference")
         model.float()
@@ -220,18 +230,20 @@ def bf16_errors(seed: int, impl: str, **config: Any) -> float:
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-@pytest.mark.parametrize("config", [{"width": 16}, {"width": 64, "heads": 4}, {"width": 16, "scale": "one"}], ids=str)
-@pytest.mark.parametrize("layers", [3, 4])
-@pytest.mark.xfail(strict=True, reason="bug: autocast undoes running_attention's float32, scores are rounded to bfloat16")
-def test_bfloat16_is_no_worse_than_the_reference(layers: int, config: dict[str, Any]) -> None:
-    """Over several models the mean log ratio of errors is not above 0 by more than two standard errors."""
-    ratios = [
-        math.log(bf16_errors(seed, "packed", layers=layers, **config) / bf16_errors(seed, "reference", layers=layers, **config))
-        for seed in range(10)
-    ]
-    mean = sum(ratios) / len(ratios)
-    deviation = math.sqrt(sum((r - mean) ** 2 for r in ratios) / (len(ratios) - 1))
-    assert mean <= 2 * deviation / math.sqrt(len(ratios)), f"packed has {math.exp(mean):.3f} times the reference's error"
+def test_bfloat16_is_no_worse_than_the_reference() -> None:
+    """Over 48 models the mean log ratio of the two errors is not above 0 by more than three standard errors (5 %)."""
+    shapes: list[dict[str, Any]] = [{"width": 16}, {"width": 32, "heads": 4}, {"width": 16, "scale": "one"}]
+    configs = [{"layers": layers, **shape} for layers in (3, 4) for shape in shapes]
+    ratios = torch.tensor(
+        [
+            math.log(bf16_errors(seed, "packed", **config) / bf16_errors(seed, "reference", **config))
+            for config in configs
+            for seed in range(8)
+        ]
+    )
+    mean, error = ratios.mean().item(), ratios.std().item() / math.sqrt(len(ratios))
+    assert error < 0.03  # else the test could not tell
+    assert mean <= 3 * error, f"packed has {math.exp(mean):.3f} times the reference's error"
 
 
 # Parts

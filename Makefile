@@ -1,0 +1,42 @@
+# make demo, make test: each sets up what it needs in .venv and does not install again until the requirements change.
+PYTHON ?= python3
+VENV := .venv
+PIP_INSTALL := $(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint types pytest gpu-test clean
+
+demo: $(VENV)/demo.ready
+	$(VENV)/bin/entp demo
+
+test: lint types pytest
+
+lint: $(VENV)/test.ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/test.ready
+	$(VENV)/bin/mypy
+
+pytest: $(VENV)/test.ready
+	$(VENV)/bin/pytest
+
+gpu-test:
+	$(PYTHON) -m pytest -m gpu
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "entp needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/demo.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing entp into $(VENV) (torch is large: this takes a while the first time)"
+	$(PIP_INSTALL) -e '.[plot]'
+	@touch $@
+
+$(VENV)/test.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing entp and its test tools into $(VENV) (torch is large: this takes a while the first time)"
+	$(PIP_INSTALL) -e '.[test]'
+	@touch $@

@@ -1,0 +1,275 @@
+"""The command line: `entp demo | train TASK | evaluate RUN | generate RUN | reproduce RECIPE | bench | tasks`.
+
+Options come from dataclasses through tyro. What a user got wrong is one sentence on standard error and exit code 2.
+Heavy imports stay inside the commands, so that `entp --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from entp import __version__
+from entp.config import Run, run_from_json
+from entp.errors import InputError, TrainingStopped, one_of
+from entp.options import DemoOptions, EvaluateOptions, GenerateOptions, ReproduceOptions, TrainOptions
+from entp.tasks.base import TASKS, Task, task_class
+
+Options = TypeVar("Options")
+
+
+def train_command(args: list[str]) -> int:
+    """train TASK: train a model"""
+    cls = task_class(_name(args, "task", TASKS, "train"))
+    saved = _saved_run(args[1:])
+    options = _parse(TrainOptions[cls], args[1:], f"entp train {args[0]}", _defaults(cls, saved))  # type: ignore[valid-type]
+    run = options.run(saved)
+    out = options.out or Path("runs") / f"{run.task.name}-{run.mode}"
+    from entp.training.trainer import announce, train
+
+    result = train(run, out, device=options.device, resume=options.resume)
+    if os.environ.get("RANK", "0") == "0":
+        print(announce(result))
+    return 128 + result.stopped_by if result.stopped_by else 0
+
+
+def evaluate_command(args: list[str]) -> int:
+    """evaluate RUN: measure a trained run on fresh sequences"""
+    folder = _name(args, "run folder", [], "evaluate")
+    options = _parse(EvaluateOptions, args[1:], f"entp evaluate {folder}")
+    model, run, device = _open_run(folder, options.which, options.device, options.task)
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, impl=options.impl))
+    from entp.intervals import wilson
+    from entp.table import format_table
+    from entp.training.evaluation import evaluate
+
+    values = evaluate(model, run, split=options.split, batches=options.batches, seed=options.seed, device=device)
+    if options.json:
+        print(json.dumps({"run": folder, "split": options.split, **values}))
+        return 0
+    n, rows = int(values.pop("n")), []
+    for name, value in values.items():
+        low, high = wilson(round(value * n), n) if name == "sequence_accuracy" else (None, None)
+        rows.append([name, f"{value:.4f}", "" if low is None else f"{low:.4f}..{high:.4f}"])
+    print(f"{run.task.name}, mode {run.mode}, {n} sequences of {options.split}")
+    print(format_table(["metric", "value", "95% interval"], rows))
+    return 0
+
+
+def generate_command(args: list[str]) -> int:
+    """generate RUN: continue prompts"""
+    folder = _name(args, "run folder", [], "generate")
+    options = _parse(GenerateOptions, args[1:], f"entp generate {folder}")
+    model, run, _ = _open_run(folder, options.which, options.device, options.task)
+    from entp.engine.generate import generate
+
+    task = run.task
+    prompts = [task.from_text(p) for p in options.prompt] or task.prompts(options.seed, 3)
+    new = options.max_new_tokens
+    if new is None:
+        new = max(1, task.model_needs()["positions"] - max(map(len, prompts)))
+    outputs = generate(
+        model,
+        prompts,
+        new,
+        options.mode or run.mode,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop=task.stop,
+    )
+    for tokens in outputs:
+        print(task.to_text(tokens))
+    return 0
+
+
+def reproduce_command(args: list[str]) -> int:
+    """reproduce RECIPE: a figure or table of the paper"""
+    from entp.experiments import RECIPES
+
+    name = _name(args, "recipe", RECIPES, "reproduce")
+    options = _parse(ReproduceOptions, args[1:], f"entp reproduce {name}")
+    from entp.experiments.recipe import find_recipe
+    from entp.experiments.reproduce import reproduce, results_table
+
+    recipe = find_recipe(name).tiny() if options.tiny else find_recipe(name)
+    print(f"{recipe.title}\n{recipe.question}", flush=True)
+    results = reproduce(recipe, options.out, device=options.device, only=options.only)
+    print(f"\n{results_table(results, recipe.metrics)}\n\nresults and picture: {options.out / recipe.name}")
+    if options.tiny:
+        print("tiny runs show that everything works; they say nothing about the paper's claim")
+    return 128 + results["stopped_by"] if results["stopped_by"] else 0
+
+
+def bench_command(args: list[str]) -> int:
+    """bench [step]: time, FLOPs and memory of a training step"""
+    if args and not args[0].startswith("-"):
+        if args[0] != "step":
+            raise one_of("benchmark", args[0], ["step"])
+        args = args[1:]
+    from entp.bench import StepShape, bench_step, report
+
+    shape = _parse(StepShape, args, "entp bench step")
+    print(report(shape, bench_step(shape)))
+    return 0
+
+
+def demo_command(args: list[str]) -> int:
+    """demo: ENTP and a decoder side by side, live"""
+    options = _parse(DemoOptions, args, "entp demo")
+    from entp.demo import demo
+
+    demo(options.out, options.seed, options.steps)
+    return 0
+
+
+def tasks_command(args: list[str]) -> int:
+    """tasks [TASK]: list the tasks, or draw an example of one"""
+    if args and args[0] not in ("-h", "--help"):
+        task = _parse(task_class(args[0]), args[1:], f"entp tasks {args[0]}")
+        print(f"{task.name}: {task.about}\n\n{task.draw()}\n")
+        for f in dataclasses.fields(task):
+            print(f"  --task.{f.name.replace('_', '-')} {getattr(task, f.name)}")
+        return 0
+    for name in TASKS:
+        print(f"{name:10} {task_class(name).about}")
+    return 0
+
+
+COMMANDS = {
+    "demo": demo_command,
+    "train": train_command,
+    "evaluate": evaluate_command,
+    "generate": generate_command,
+    "reproduce": reproduce_command,
+    "bench": bench_command,
+    "tasks": tasks_command,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0 done, 1 training stopped, 2 bad input, 128 + signal interrupted."""
+    args = sys.argv[1:] if argv is None else argv
+    if not args or args[0] in ("-h", "--help"):
+        print(_help())
+        return 0
+    if args[0] == "--version":
+        print(f"entp {__version__}")
+        return 0
+    try:
+        if args[0] not in COMMANDS:
+            raise one_of("command", args[0], COMMANDS)
+        return COMMANDS[args[0]](args[1:])
+    except InputError as error:
+        print(f"entp: {error}", file=sys.stderr)
+        return 2
+    except TrainingStopped as error:
+        print(f"entp: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("entp: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 141
+
+
+def _help() -> str:
+    lines = [
+        f"  {(command.__doc__ or '').partition(': ')[0]:20} {(command.__doc__ or '').partition(': ')[2]}"
+        for command in COMMANDS.values()
+    ]
+    return "\n".join(
+        [
+            "entp: encoder-only next-token prediction",
+            "",
+            "usage: entp COMMAND [OPTIONS]      entp COMMAND --help      entp --version",
+            "",
+            *lines,
+            "",
+            "first: entp train count3 --mode entp --size small --steps 200 --batch 16 --out runs/first",
+        ]
+    )
+
+
+def _name(args: list[str], what: str, allowed: Any, command: str) -> str:
+    """The word after the command; its absence is an error that lists what could stand there."""
+    if args and not args[0].startswith("-"):
+        return args[0]
+    choices = f": allowed are {', '.join(allowed)}" if allowed else ""
+    if args and args[0] in ("-h", "--help"):
+        print(f"usage: entp {command} {what.upper().replace(' ', '_')} [OPTIONS]{choices}")
+        raise SystemExit(0)
+    raise InputError(f"entp {command} needs a {what}{choices}.")
+
+
+def _parse(kind: type[Options], args: list[str], program: str, default: Options | None = None) -> Options:
+    """Options from words, by tyro; its complaints become one sentence."""
+    import tyro
+
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(kind, args=args, prog=program, default=tyro.MISSING_NONPROP if default is None else default)
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise InputError(_one_sentence(complaint.getvalue(), program)) from None
+
+
+def _one_sentence(box: str, program: str) -> str:
+    """The text inside tyro's box on one line: the complaint, and what it thinks was meant."""
+    lines = [re.sub(r"[│╭╮╰╯─]+", "", line).strip() for line in box.splitlines()]
+    text = " ".join(line for line in lines[1:] if line)
+    text = text.partition("For full helptext")[0]
+    text = re.sub(r"^Error parsing \S+: ", "", text)
+    text = re.sub(r" Argument helptext:", " Expected", text).strip()
+    text = text.rstrip(".")
+    return f"{text}{'' if text.endswith('?') else '.'} See {program} --help."
+
+
+def _saved_run(args: list[str]) -> Run | None:
+    """The run that --resume continues, whose settings are the defaults then."""
+    if "--resume" not in args:
+        return None
+    joined = "\n".join(args)
+    out = re.search(r"^--out[=\n](.+)$", joined, re.MULTILINE)
+    config = Path(out.group(1)) / "config.json" if out else None
+    if config is None or not config.is_file():
+        return None
+    try:
+        return run_from_json(json.loads(config.read_text()), str(config))
+    except ValueError as error:
+        raise InputError(f"{config} cannot be read: {error}") from None
+
+
+def _defaults(cls: type[Task], saved: Run | None) -> TrainOptions[Any]:
+    if saved is None or not isinstance(saved.task, cls):
+        return TrainOptions(cls())
+    return TrainOptions(
+        saved.task, saved.mode, None, saved.steps, saved.batch, saved.seed, resume=True, optim=saved.optim, train=saved.train
+    )
+
+
+def _open_run(folder: str, which: Literal["best", "last"], device: str, task: str | None) -> tuple[Any, Run, Any]:
+    """Model, run and device of a run folder."""
+    if task is not None:
+        task_class(task)
+    from entp.training.checkpoint import load, load_run
+    from entp.training.distributed import World, pick_device
+
+    where = pick_device(device, World())
+    run = load_run(folder, which)
+    return load(folder, which, where), run, where
+
+
+if __name__ == "__main__":
+    sys.exit(main())

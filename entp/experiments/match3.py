@@ -1,0 +1,58 @@
+"""Table "Match3' performance": the task that a decoder can learn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from entp.config import OptimConfig, Run, TrainConfig, model_for
+from entp.experiments.recipe import PaperValue, Recipe
+from entp.tasks.counting import Match3
+
+TASK = Match3()
+TABLE = 'paper, Table "Match3\' performance"'
+
+
+def tiny(run: Run) -> Run:
+    """Match3' of 12 integers modulo 16 for a model of 2 layers."""
+    task = Match3(length=12, modulus=16)
+    return replace(
+        run,
+        task=task,
+        model=model_for(task, "small", layers=2, heads=2, width=32),
+        steps=100,
+        batch=32,
+        optim=OptimConfig(max_lr=3e-3, min_lr=3e-4, warmup=10, decay_steps=100),
+        train=TrainConfig(eval_every=25, eval_batches=4, checkpoint_every=50),
+    )
+
+
+RECIPE = Recipe(
+    name="match3",
+    title='Table "Match3\' performance"',
+    question="Do both architectures learn Match3', whose modulus is fixed and whose third summand is the first integer?",
+    runs={
+        label: Run(
+            task=TASK,
+            model=model_for(TASK, "medium"),
+            mode=mode,  # type: ignore[arg-type]
+            steps=100_000,
+            batch=64,
+            train=TrainConfig(eval_every=500, eval_batches=16, checkpoint_every=1000),
+        )
+        for label, mode in {"decoder medium": "decoder", "ENTP medium": "entp"}.items()
+    },
+    metrics=("sequence_accuracy", "token_accuracy", "loss"),
+    paper={
+        "decoder medium": {
+            "loss": PaperValue(0.0001, TABLE),
+            "token_accuracy": PaperValue(0.9999, TABLE),
+            "sequence_accuracy": PaperValue(0.9992, TABLE),
+        },
+        "ENTP medium": {
+            "loss": PaperValue(0.0016, TABLE),
+            "token_accuracy": PaperValue(0.9997, TABLE),
+            "sequence_accuracy": PaperValue(0.995, TABLE),
+        },
+    },
+    shrink=tiny,
+)

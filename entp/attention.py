@@ -38,7 +38,7 @@ def visible(mode: str, time: int, *, prefix: Tensor | int | None = None, lengths
             raise InputError(f"prefix must be at least 1 token, got {torch.as_tensor(prefix).tolist()}.")
         mask = mask | (steps[None, None, :] < first) & (steps[None, :, None] < first)
     elif mode != "decoder":
-        raise one_of("mode", mode, MODES)
+        raise one_of("mode", mode, ("decoder", "prefix"))
     if lengths is not None:
         mask = mask & (steps[None, None, :] < lengths.reshape(-1, 1, 1))
     return mask

@@ -11,7 +11,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import sys
+import types
+import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -60,6 +63,7 @@ class ModelConfig:
     """Attention scores are multiplied by 1/sqrt(head size) or by 1."""
 
     def __post_init__(self) -> None:
+        _check_numbers(self, "model.")
         problems = [
             f"model.{name} is {getattr(self, name)}: it must be at least 1"
             for name in ("positions", "layers", "heads", "width")
@@ -79,7 +83,7 @@ class ModelConfig:
             problems.append("model needs exactly one of vocab (token ids) and input_dim (vectors)")
         if self.vocab is None and self.outputs is None:
             problems.append("model.outputs must be set when the inputs are vectors: there is no embedding to tie to")
-        _raise(problems + _literal_problems(self, "model"))
+        _raise(problems + _choice_problems(self, "model."))
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,7 @@ class OptimConfig:
     """Largest gradient norm; 0 turns clipping off."""
 
     def __post_init__(self) -> None:
+        _check_numbers(self, "optim.")
         problems = []
         if self.min_lr > self.max_lr:
             problems.append(f"optim.min_lr {self.min_lr:g} is above optim.max_lr {self.max_lr:g}: swapped?")
@@ -120,7 +125,7 @@ class OptimConfig:
                 problems.append(f"optim.{name} is {getattr(self, name)}: allowed is 0 up to, not including, 1")
         if self.weight_decay < 0 or self.clip < 0:
             problems.append("optim.weight_decay and optim.clip must not be negative")
-        _raise(problems + _literal_problems(self, "optim"))
+        _raise(problems + _choice_problems(self, "optim."))
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,7 @@ class TrainConfig:
     """Copy the metrics to a tracker as well; metrics.jsonl stays the truth."""
 
     def __post_init__(self) -> None:
+        _check_numbers(self, "train.")
         problems = [
             f"train.{name} is {getattr(self, name)}: it must be at least 1"
             for name in ("eval_every", "eval_batches", "checkpoint_every", "log_every")
@@ -158,7 +164,7 @@ class TrainConfig:
         ]
         if self.token_budget is not None and self.token_budget < 1:
             problems.append(f"train.token_budget is {self.token_budget}: it must be at least 1, or None")
-        _raise(problems + _literal_problems(self, "train"))
+        _raise(problems + _choice_problems(self, "train."))
 
 
 @dataclass(frozen=True)
@@ -183,10 +189,13 @@ class Run:
     """Measuring, saving, budgets."""
 
     def __post_init__(self) -> None:
-        problems = _literal_problems(self, "run")
+        _check_numbers(self, "")
+        problems = _choice_problems(self, "")
         for name, least in (("steps", 1), ("batch", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 problems.append(f"{name} is {getattr(self, name)}: it must be at least {least}")
+        if self.seed >= 2**32:
+            problems.append(f"seed is {self.seed}: it must be below 2^32, so that no two streams of data can meet")
         needs = self.task.model_needs()
         if self.model.position != "none" and self.model.positions < needs["positions"]:
             problems.append(
@@ -226,7 +235,7 @@ def run_to_json(run: Run) -> dict[str, Any]:
 
 
 def run_from_json(data: Any, where: str = "config") -> Run:
-    """The run that `data` describes; unknown or missing keys and wrong types are errors that name the key.
+    """The run that `data` describes; unknown keys and wrong types are errors that name the key, missing ones are defaults.
 
     A file never makes us import code: a task that is not built in must have been imported by the caller before.
     """
@@ -240,28 +249,28 @@ def run_from_json(data: Any, where: str = "config") -> Run:
     if name not in TASKS and name.partition(":")[0] not in sys.modules:
         raise InputError(f"{where} uses the task {name}, which is not built in: import it first (command line: --task {name}).")
     cls = task_class(name)
-    strict = ConfigDict(extra="forbid")
+    parts = {"task": cls, "model": ModelConfig, "optim": OptimConfig, "train": TrainConfig}
+    values = {"task": fields, **{name: data.pop(name, {}) for name in ("model", "optim", "train")}}
+    built: dict[str, Any] = {}
+    for name, kind in parts.items():
+        kind.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
+        try:
+            built[name] = TypeAdapter(kind).validate_python(values[name])
+        except ValidationError as error:
+            raise InputError(f"{where} cannot be read: {_explain(name, error)}.") from None
+    unknown = set(data) - {f.name for f in dataclasses.fields(Run)}
+    if unknown:
+        raise InputError(f"{where} has unknown keys: {', '.join(sorted(unknown))}.")
+    return Run(**built, **data)
 
-    def build(kind: type, value: Any) -> Any:
-        kind.__pydantic_config__ = strict  # type: ignore[attr-defined]
-        return TypeAdapter(kind).validate_python(value)
 
-    try:
-        parts = {
-            "task": build(cls, fields),
-            "model": build(ModelConfig, data.pop("model", {})),
-            "optim": build(OptimConfig, data.pop("optim", {})),
-            "train": build(TrainConfig, data.pop("train", {})),
-        }
-        unknown = set(data) - {f.name for f in dataclasses.fields(Run)}
-        if unknown:
-            raise InputError(f"{where} has unknown keys: {', '.join(sorted(unknown))}.")
-        return Run(**parts, **data)
-    except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'value'}: {e['msg']}" for e in error.errors())
-        raise InputError(f"{where} cannot be read: {wrong}.") from None
-    except TypeError as error:
-        raise InputError(f"{where} cannot be read: {error}.") from None
+def _explain(part: str, error: Any) -> str:
+    """pydantic's findings, each with the key it is about."""
+    found = []
+    for e in error.errors():
+        message = str(e["msg"]).removeprefix("Value error, ").rstrip(".")
+        found.append(message if e["type"] == "value_error" else f"{'.'.join([part, *map(str, e['loc'])])}: {message}")
+    return "; ".join(found)
 
 
 def config_hash(run: Run) -> str:
@@ -271,16 +280,30 @@ def config_hash(run: Run) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:10]
 
 
-def _literal_problems(config: Any, prefix: str) -> list[str]:
-    """Fields typed Literal[...] whose value is not among those listed."""
-    import typing
+def _choice_problems(config: Any, prefix: str) -> list[str]:
+    """Fields with a fixed list of values that have another one."""
+    hints = typing.get_type_hints(type(config)).items()
+    choices = {name: get_args(hint) for name, hint in hints if typing.get_origin(hint) is Literal}
+    wrong = {name: allowed for name, allowed in choices.items() if getattr(config, name) not in allowed}
+    return [str(one_of(f"{prefix}{name}", getattr(config, name), allowed)).rstrip(".") for name, allowed in wrong.items()]
 
+
+def _check_numbers(config: Any, prefix: str) -> None:
+    """Whole numbers must be whole and others finite; makes 1 in a float field 1.0, so that equal runs hash equal."""
     problems = []
     for name, hint in typing.get_type_hints(type(config)).items():
-        if typing.get_origin(hint) is Literal and getattr(config, name) not in get_args(hint):
-            where = name if prefix == "run" else f"{prefix}.{name}"
-            problems.append(str(one_of(where, getattr(config, name), get_args(hint))).rstrip("."))
-    return problems
+        value, where = getattr(config, name), f"{prefix}{name}"
+        kinds = set(get_args(hint)) if typing.get_origin(hint) is types.UnionType else {hint}
+        if value is None and type(None) in kinds:
+            continue
+        if int in kinds and (not isinstance(value, int) or isinstance(value, bool)):
+            problems.append(f"{where} is {value!r}: it must be a whole number")
+        elif float in kinds:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                problems.append(f"{where} is {value!r}: it must be a finite number")
+            else:
+                object.__setattr__(config, name, float(value))
+    _raise(problems)
 
 
 def _raise(problems: list[str]) -> None:

@@ -84,6 +84,8 @@ class Transformer(nn.Module):
         """Set the position vectors (positions, width), for `position="given"` or "learned"."""
         if self.config.position == "none":
             raise InputError("this model has position='none': it has no position vectors to set.")
+        if table.shape != self.positions.shape:
+            raise InputError(f"position vectors have shape {tuple(table.shape)}: {tuple(self.positions.shape)} is needed.")
         self.positions.copy_(table)
 
     def forward(
@@ -115,6 +117,8 @@ class Transformer(nn.Module):
 
     def hidden(self, x: Tensor, mode: str, *, lengths: Tensor | None = None, prefix: Tensor | int | None = None) -> Tensor:
         """The last block's output (B, T, D) in mode decoder or prefix; with prefix = T this is the plain encoder."""
+        if isinstance(prefix, Tensor) and prefix.numel() not in (1, x.shape[0]):
+            raise InputError(f"prefix has {prefix.numel()} numbers for {x.shape[0]} sequences: give one number, or one each.")
         h = self.embed(x)
         everything = mode == "prefix" and isinstance(prefix, int) and prefix >= x.shape[1] and lengths is None
         causal = mode == "decoder"  # keys at padding lie after every real query: the causal mask hides them too

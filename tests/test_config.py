@@ -58,7 +58,6 @@ def test_json_round_trip(run: Run) -> None:
     assert config_hash(again) == config_hash(run)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: 1 and 1.0 are equal configurations with different hashes")
 def test_hash_survives_a_round_trip_of_whole_numbers_given_as_floats() -> None:
     run = dataclasses.replace(RUNS["defaults"], optim=OptimConfig(clip=1))
     again = run_from_json(run_to_json(run))
@@ -66,7 +65,6 @@ def test_hash_survives_a_round_trip_of_whole_numbers_given_as_floats() -> None:
     assert config_hash(again) == config_hash(run)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a subclass that inherits a built-in name is saved as the built-in task")
 def test_json_of_a_subclass_of_a_built_in_task() -> None:
     run = Run(Halved(), model_for(Halved()))
     assert type(run_from_json(run_to_json(run)).task) is Halved
@@ -77,10 +75,6 @@ def test_json_of_a_subclass_of_a_built_in_task() -> None:
 def test_unknown_keys_are_named(path: str) -> None:
     with pytest.raises(InputError, match=r"run\.json.*extra"):
         run_from_json(changed(RUNS["defaults"], path, 1), "run.json")
-
-
-BUG_RUN = pytest.mark.xfail(strict=True, reason="bug: Run's own fields are not checked by type")
-BUG_PART = pytest.mark.xfail(strict=True, reason="bug: the message does not name the part")
 
 
 @pytest.mark.parametrize(
@@ -97,14 +91,14 @@ BUG_PART = pytest.mark.xfail(strict=True, reason="bug: the message does not name
         ("train.compile", "perhaps"),
         ("train.target", "high"),
         ("mode", 3),
-        pytest.param("steps", "200", marks=BUG_RUN),
-        pytest.param("steps", None, marks=BUG_RUN),
-        pytest.param("steps", 10.5, marks=BUG_RUN),
-        pytest.param("batch", [64], marks=BUG_RUN),
-        pytest.param("seed", 1.5, marks=BUG_RUN),
-        pytest.param("optim", [], marks=BUG_PART),
-        pytest.param("train", "x", marks=BUG_PART),
-        pytest.param("model", None, marks=BUG_PART),
+        ("steps", "200"),
+        ("steps", None),
+        ("steps", 10.5),
+        ("batch", [64]),
+        ("seed", 1.5),
+        ("optim", []),
+        ("train", "x"),
+        ("model", None),
     ],
 )
 def test_wrong_types_are_named(path: str, value: Any) -> None:
@@ -169,10 +163,8 @@ def test_model_checks(change: dict[str, Any], message: str) -> None:
         ({"weight_decay": -0.1}, "must not be negative"),
         ({"clip": -1.0}, "must not be negative"),
         ({"name": "adam"}, r"unknown optim\.name 'adam'.*Did you mean adamw"),
-        pytest.param(
-            {"max_lr": float("nan")}, "max_lr", marks=pytest.mark.xfail(strict=True, reason="bug: NaN passes the comparisons")
-        ),
-        pytest.param({"clip": float("nan")}, "clip", marks=pytest.mark.xfail(strict=True, reason="bug: NaN passes")),
+        ({"max_lr": float("nan")}, "max_lr"),
+        ({"clip": float("nan")}, "clip"),
     ],
 )
 def test_optim_checks(change: dict[str, Any], message: str) -> None:

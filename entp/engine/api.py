@@ -54,6 +54,8 @@ def all_prefixes(
     x, lengths = check_inputs(model, x, lengths)
     wanted = wanted_prefixes(x, at, lengths)
     compute = reference.prefix_hidden if name == "reference" else packed.prefix_hidden
+    if token_budget is not None and token_budget < 1:
+        raise InputError(f"token_budget is {token_budget}: it must be at least 1, or None for the default.")
     budget = token_budget or default_token_budget(model, x.device)
     rows = _in_chunks(compute, model, x, wanted, budget)
     if isinstance(at, Tensor) and at.dtype == torch.bool:
@@ -85,9 +87,10 @@ def select(model: Transformer, hidden_BTD: Tensor, at: Tensor | Sequence[int] | 
     if lengths is not None:
         padding = torch.arange(time, device=hidden_BTD.device) >= lengths[:, None]
     if isinstance(at, Tensor) and at.dtype == torch.bool:
+        _check_mask(at, *hidden_BTD.shape[:2])
         out, padding = model.readout(hidden_BTD[at]), None if padding is None else padding[at]
     else:
-        index = torch.as_tensor(_positions(at, time), device=hidden_BTD.device)
+        index = torch.as_tensor(_positions(at, time), dtype=torch.long, device=hidden_BTD.device)
         every = at is None
         out = model.readout(hidden_BTD if every else hidden_BTD[:, index])
         padding = padding if padding is None or every else padding[:, index]
@@ -99,8 +102,9 @@ def check_inputs(model: Transformer, x: Tensor, lengths: Tensor | None) -> tuple
     config = model.config
     if config.input_dim is None and (x.ndim != 2 or x.is_floating_point()):
         raise InputError(f"the model reads token ids (batch, time) of an integer type, got {tuple(x.shape)} of {x.dtype}.")
-    if config.input_dim is not None and (x.ndim != 3 or x.shape[2] != config.input_dim):
-        raise InputError(f"the model reads vectors (batch, time, {config.input_dim}), got shape {tuple(x.shape)}.")
+    if config.input_dim is not None and (x.ndim != 3 or x.shape[2] != config.input_dim or not x.is_floating_point()):
+        raise InputError(f"the model reads vectors (batch, time, {config.input_dim}), got {tuple(x.shape)} of {x.dtype}.")
+    x = x.long() if config.input_dim is None else x
     if x.shape[1] < 1:
         raise InputError("the sequences are empty: at least one token is needed.")
     if config.position != "none" and x.shape[1] > config.positions:
@@ -153,6 +157,11 @@ def _spread(rows: Tensor, wanted: Tensor) -> Tensor:
     """Rows (M, ...) back to (B, T, ...), 0 elsewhere."""
     out = rows.new_zeros(*wanted.shape, *rows.shape[1:])
     return out.index_put(tuple(i.to(rows.device, non_blocking=True) for i in wanted.nonzero(as_tuple=True)), rows)
+
+
+def _check_mask(at: Tensor, batch: int, time: int) -> None:
+    if at.shape != (batch, time):
+        raise InputError(f"at is a mask of shape {tuple(at.shape)}: a mask must have the shape of the batch, {(batch, time)}.")
 
 
 def _positions(at: Tensor | Sequence[int] | None, time: int) -> list[int]:

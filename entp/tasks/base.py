@@ -79,6 +79,8 @@ class Task:
         """Random numbers that belong to this (seed, split, step) alone."""
         if split not in SPLITS:
             raise one_of("split", split, SPLITS)
+        if not 0 <= seed < 2**32:
+            raise InputError(f"seed {seed} is outside 0 to 2^32 - 1, where no two streams of data can meet.")
         return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, SPLITS[split], step))))
 
     def to_text(self, tokens: list[int]) -> str:
@@ -134,7 +136,7 @@ def task_class(name: str) -> type[Task]:
     module, _, attribute = path.partition(":")
     try:
         cls = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise InputError(f"task {name!r} cannot be imported: {error}. Give module:Class, importable from here.") from None
     if not (isinstance(cls, type) and issubclass(cls, Task)):
         raise InputError(f"task {name!r} is not a class derived from entp.tasks.Task.")
@@ -143,5 +145,5 @@ def task_class(name: str) -> type[Task]:
 
 def task_name(task: Task) -> str:
     """The name under which `task_class` finds this task again."""
-    cls = type(task)
-    return task.name if task.name in TASKS else f"{cls.__module__}:{cls.__qualname__}"
+    path = f"{type(task).__module__}:{type(task).__qualname__}"
+    return task.name if TASKS.get(task.name) == path else path

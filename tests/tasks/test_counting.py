@@ -242,8 +242,8 @@ def test_task_of_your_own(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         ("os:Missing", "cannot be imported: .*Missing"),
         ("os:path", "not a class derived from entp.tasks.Task"),
         ("os:getcwd", "not a class derived from entp.tasks.Task"),
-        pytest.param(":Mine", "module:Class", marks=pytest.mark.xfail(strict=True, reason="bug: a plain ValueError")),
-        pytest.param(".x:Mine", "module:Class", marks=pytest.mark.xfail(strict=True, reason="bug: TypeError")),
+        (":Mine", "module:Class"),
+        (".x:Mine", "module:Class"),
     ],
 )
 def test_unknown_task(name: str, message: str) -> None:

@@ -1,0 +1,49 @@
+"""Runs that train in a second, and the command line as a real process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from entp.config import OptimConfig, Run, TrainConfig, model_for
+from entp.tasks.counting import Count3
+
+TASK = Count3(seed_length=4, length=10, values=10)
+FLAGS = ["--task.seed-length=4", "--task.length=10", "--task.values=10", "--model.layers=2", "--model.heads=2"]
+FLAGS += ["--model.width=16"]
+"""The command line's way to ask for `small_run()`'s task and model."""
+
+
+def small_run(**changes: Any) -> Run:
+    """Count3 of 10 integers, two layers of width 16, 10 steps of 8 sequences."""
+    train = {"eval_every": 5, "eval_batches": 2, "checkpoint_every": 5, "log_every": 1, **changes.pop("train", {})}
+    optim = {"max_lr": 3e-3, "min_lr": 3e-4, "warmup": 3, "decay_steps": 40, **changes.pop("optim", {})}
+    settings: dict[str, Any] = {
+        "task": TASK,
+        "model": model_for(TASK, "small", layers=2, heads=2, width=16),
+        "steps": 10,
+        "batch": 8,
+        "optim": OptimConfig(**optim),
+        "train": TrainConfig(**train),
+    }
+    return Run(**{**settings, **changes})
+
+
+def environment() -> dict[str, str]:
+    """One thread per process, so that tests side by side do not fight for cores."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+
+def entp(*words: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `entp WORDS` as a process of its own and wait for it."""
+    command = [sys.executable, "-m", "entp", *words]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment(), timeout=300, **options)
+
+
+def start_entp(*words: str, cwd: Path) -> subprocess.Popen[str]:
+    """Start `entp WORDS` and do not wait."""
+    command = [sys.executable, "-m", "entp", *words]
+    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())

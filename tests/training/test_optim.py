@@ -1,0 +1,81 @@
+"""The schedule, AdamW's groups, and Muon in full precision on a CPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import entp
+from entp.config import OptimConfig
+from entp.training.optim import Muon, learning_rate, make_optimizers, orthogonalise, set_learning_rate
+
+
+def test_schedule_is_the_papers() -> None:
+    config = OptimConfig()  # 5e-4 to 5e-5, cosine over 100k steps, warm-up 500
+    assert learning_rate(config, 0) == pytest.approx(5e-4 / 500)
+    assert learning_rate(config, 499) == pytest.approx(5e-4)
+    assert learning_rate(config, 500) == pytest.approx(5e-4)
+    half = 500 + (100_000 - 500) // 2
+    assert learning_rate(config, half) == pytest.approx((5e-4 + 5e-5) / 2)
+    assert learning_rate(config, 100_000) == pytest.approx(5e-5)
+    assert learning_rate(config, 150_000) == pytest.approx(5e-5)
+
+
+def test_schedule_falls_after_warmup() -> None:
+    config = OptimConfig(warmup=5, decay_steps=50)
+    rates = [learning_rate(config, s) for s in range(60)]
+    assert rates[:5] == sorted(rates[:5])
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+
+
+def model() -> entp.Transformer:
+    torch.manual_seed(0)
+    return entp.Transformer(entp.ModelConfig(vocab=7, positions=5, layers=2, heads=2, width=8))
+
+
+def test_vectors_are_not_decayed() -> None:
+    (adamw,) = make_optimizers(model(), OptimConfig(weight_decay=0.3))
+    for group in adamw.param_groups:
+        assert group["weight_decay"] == (0.3 if all(p.ndim >= 2 for p in group["params"]) else 0.0)
+    assert sum(len(g["params"]) for g in adamw.param_groups) == len(list(model().parameters()))
+
+
+def test_muon_takes_the_blocks_matrices_only() -> None:
+    m = model()
+    adamw, muon = make_optimizers(m, OptimConfig(name="muon"))
+    names = {id(p): n for n, p in m.named_parameters()}
+    taken = {names[id(p)] for g in muon.param_groups for p in g["params"]}
+    assert taken == {f"blocks.{i}.{part}.weight" for i in range(2) for part in ("qkv", "proj", "fc", "out")}
+    rest = {names[id(p)] for g in adamw.param_groups for p in g["params"]}
+    assert not taken & rest
+    assert taken | rest == set(names.values())
+    set_learning_rate([adamw, muon], 0.125)
+    assert {g["lr"] for o in (adamw, muon) for g in o.param_groups} == {0.125}
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (2, 24, 8), (2, 8, 32)])
+def test_orthogonalise_flattens_singular_values(shape: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    out = orthogonalise(torch.randn(shape))
+    assert out.dtype == torch.float32  # never bfloat16 on a CPU
+    values = torch.linalg.svdvals(out)
+    assert values.min() > 0.4
+    assert values.max() < 1.6
+
+
+def test_muon_follows_torchs_own() -> None:
+    """Same update as torch.optim.Muon up to the bfloat16 that torch works in."""
+    torch.manual_seed(0)
+    ours, theirs = (torch.nn.Parameter(torch.ones(6, 4)) for _ in range(2))
+    options = {"lr": 0.02, "weight_decay": 0.1}
+    mine, reference = Muon([ours], **options), torch.optim.Muon([theirs], adjust_lr_fn="match_rms_adamw", **options)
+    for _ in range(3):
+        grad = torch.randn(6, 4)
+        ours.grad, theirs.grad = grad.clone(), grad.clone()
+        mine.step()
+        reference.step()
+    step = 0.02 * 0.2 * math.sqrt(6)
+    assert (ours - theirs).abs().max() < 0.05 * 3 * step
+    assert (ours - 1).abs().max() > 0.2 * step

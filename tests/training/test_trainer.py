@@ -1,0 +1,201 @@
+"""The loop: exact resume, exact chunks, what it measures, when it stops."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_runs import TASK, small_run
+
+import entp
+from entp.config import model_for
+from entp.errors import InputError, TrainingStopped
+from entp.tasks.base import IGNORE
+from entp.training.distributed import World
+from entp.training.evaluation import evaluate
+from entp.training.metrics import read_metrics
+from entp.training.optim import make_optimizers
+from entp.training.trainer import State, train_step
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return entp.load(out, "last").state_dict()
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix"])
+def test_five_and_five_steps_are_ten(tmp_path: Path, mode: str, optimizer: str) -> None:
+    def run(steps: int) -> entp.Run:
+        return small_run(mode=mode, steps=steps, optim={"name": optimizer})
+
+    entp.train(run(10), tmp_path / "whole", device="cpu", quiet=True)
+    entp.train(run(5), tmp_path / "parts", device="cpu", quiet=True)
+    entp.train(run(10), tmp_path / "parts", device="cpu", resume=True, quiet=True)
+    assert equal(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+    losses = [[r["loss"] for r in read_metrics(tmp_path / name)] for name in ("whole", "parts")]
+    assert losses[0] == losses[1]
+
+
+def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
+    for name in "ab":
+        entp.train(small_run(), tmp_path / name, device="cpu", quiet=True)
+    entp.train(small_run(seed=1), tmp_path / "c", device="cpu", quiet=True)
+    assert equal(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    assert not equal(weights(tmp_path / "a"), weights(tmp_path / "c"))
+
+
+def one_step(**train: object) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of the first step in float64."""
+    run = small_run(train=train, optim={"clip": 0.0})
+    torch.manual_seed(0)
+    model = entp.Transformer(run.model).double()
+    state = State(model, make_optimizers(model, run.optim))
+    batch = run.task.batch(0, "train", 0, run.batch)
+    loss, _, _ = train_step(run, state, batch, torch.device("cpu"), World())
+    return float(loss), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("budget", [1, 30, 100])
+def test_chunks_add_up_to_the_same_gradient(budget: int) -> None:
+    loss, grads = one_step()
+    chunked_loss, chunked = one_step(token_budget=budget)
+    assert chunked_loss == pytest.approx(loss, rel=1e-6)  # losses are added up in float32
+    assert grads.keys() == chunked.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(chunked[name], grad, rtol=1e-6, atol=1e-9, msg=name)
+
+
+def test_reference_and_packed_train_alike() -> None:
+    _, packed = one_step(impl="packed")
+    _, reference = one_step(impl="reference")
+    for name, grad in reference.items():
+        torch.testing.assert_close(packed[name], grad, rtol=1e-6, atol=1e-9, msg=name)
+
+
+def test_loss_is_the_mean_over_targets_and_learns(tmp_path: Path) -> None:
+    """A fresh model knows nothing: the first loss is log(vocab). Sixty steps teach it the frequencies at least."""
+    run = small_run(steps=60, train={"eval_every": 60})
+    result = entp.train(run, tmp_path / "run", device="cpu", quiet=True)
+    losses = [r["loss"] for r in read_metrics(tmp_path / "run") if r["kind"] == "train"]
+    assert losses[0] == pytest.approx(math.log(10), abs=0.05)
+    assert result.metrics["loss"] < losses[0] - 0.2
+
+
+def test_golden_losses(tmp_path: Path) -> None:
+    """The first losses of a fixed run: a change here means that training changed."""
+    entp.train(small_run(steps=5), tmp_path / "run", device="cpu", quiet=True)
+    losses = [r["loss"] for r in read_metrics(tmp_path / "run") if r["kind"] == "train"]
+    assert losses == pytest.approx(GOLDEN, rel=1e-4)
+
+
+def test_evaluation_counts_by_hand(tmp_path: Path) -> None:
+    run = small_run()
+    entp.train(run, tmp_path / "run", device="cpu", quiet=True)
+    model = entp.load(tmp_path / "run")
+    values = evaluate(model, run, split="test", batches=3)
+    right, asked, whole = 0, 0, 0
+    for step in range(3):
+        batch = TASK.batch(run.seed, "test", step, run.batch)
+        with torch.no_grad():
+            guess = model(torch.from_numpy(batch.x), impl="reference").argmax(-1).numpy()
+        wanted = batch.y != IGNORE
+        hits = (guess == batch.y) | ~wanted
+        right, asked, whole = right + int((hits & wanted).sum()), asked + int(wanted.sum()), whole + int(np.all(hits, 1).sum())
+    assert values["token_accuracy"] == pytest.approx(right / asked)
+    assert values["sequence_accuracy"] == pytest.approx(whole / 24)
+    assert values["n"] == 24
+
+
+def test_best_checkpoint_is_the_best_evaluation(tmp_path: Path) -> None:
+    run = small_run(steps=30, train={"target_metric": "loss"})
+    result = entp.train(run, tmp_path / "run", device="cpu", quiet=True)
+    evaluations = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "eval"]
+    best = min(evaluations, key=lambda r: r["loss"])
+    assert result.best["step"] == best["step"]
+    assert evaluate(entp.load(tmp_path / "run"), run)["loss"] == pytest.approx(best["loss"], rel=1e-6)
+
+
+def test_training_stops_at_the_target(tmp_path: Path) -> None:
+    run = small_run(steps=100, train={"target_metric": "loss", "target": 10.0})
+    result = entp.train(run, tmp_path / "run", device="cpu", quiet=True)
+    assert (result.step, result.reason) == (5, "loss reached 10")
+
+
+def test_a_loss_that_is_not_finite_stops_and_overwrites_nothing(tmp_path: Path) -> None:
+    bad = small_run(steps=40, optim={"max_lr": 1e30, "min_lr": 0.0, "warmup": 8, "clip": 0.0})
+    with pytest.raises(TrainingStopped, match=r"not finite at step \d+ \(batch: seed 0, split train, step \d+\)"):
+        entp.train(bad, tmp_path / "run", device="cpu", quiet=True)
+    for folder in (tmp_path / "run/checkpoints").glob("*"):
+        assert all(torch.isfinite(t).all() for t in entp.load(folder).state_dict().values())
+
+
+def test_a_used_folder_is_not_overwritten(tmp_path: Path) -> None:
+    entp.train(small_run(steps=5), tmp_path / "run", device="cpu", quiet=True)
+    with pytest.raises(InputError, match="already holds a run"):
+        entp.train(small_run(steps=5), tmp_path / "run", device="cpu", quiet=True)
+    with pytest.raises(InputError, match="batch was 8 and is now 4"):
+        entp.train(small_run(steps=5, batch=4), tmp_path / "run", device="cpu", resume=True, quiet=True)
+    with pytest.raises(InputError, match="no run to resume"):
+        entp.train(small_run(), tmp_path / "other", device="cpu", resume=True, quiet=True)
+
+
+def test_resume_drops_measurements_after_the_checkpoint_and_a_torn_line(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    entp.train(small_run(steps=5), out, device="cpu", quiet=True)
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"kind": "train", "step": 6, "loss": 1.0, "lr": 1.0, "grad_norm": 1.0, "seconds": 1.0}))
+        file.write('\n{"kind": "tra')
+    entp.train(small_run(steps=10), out, device="cpu", resume=True, quiet=True)
+    steps = [r["step"] for r in read_metrics(out) if r["kind"] == "train"]
+    assert steps == list(range(1, 11))
+
+
+def test_run_folder_says_where_it_was_made(tmp_path: Path) -> None:
+    entp.train(small_run(steps=5), tmp_path / "run", device="cpu", quiet=True)
+    made = json.loads((tmp_path / "run/environment.json").read_text())
+    assert made["torch"] == torch.__version__
+    assert {"commit", "date", "device", "python", "entp", "threads"} <= made.keys()
+
+
+def test_tensorboard_mirror_holds_the_same_numbers(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    entp.train(small_run(steps=5, train={"mirror": "tensorboard"}), tmp_path / "run", device="cpu", quiet=True)
+    events = accumulator.EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events.Reload()
+    mirrored = [e.value for e in events.Scalars("train/loss")]
+    written = [r["loss"] for r in read_metrics(tmp_path / "run") if r["kind"] == "train"]
+    assert mirrored == pytest.approx(written, rel=1e-6)
+
+
+def test_a_mirror_that_is_not_installed_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"pip install 'entp\[trackio\]'"):
+        entp.train(small_run(train={"mirror": "trackio"}), tmp_path / "run", device="cpu", quiet=True)
+
+
+def test_sequences_of_different_lengths_train(tmp_path: Path) -> None:
+    from entp.tasks.addition import Addition
+
+    task = Addition(digits=1, examples=50)
+    run = small_run(task=task, model=model_for(task, "small", layers=2, heads=2, width=16))
+    result = entp.train(run, tmp_path / "run", device="cpu", quiet=True)
+    assert math.isfinite(result.metrics["loss"])
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_alike(tmp_path: Path) -> None:
+    for name, compiled in (("plain", False), ("compiled", True)):
+        run = small_run(steps=3, train={"compile": compiled, "eval_every": 3})
+        entp.train(run, tmp_path / name, device="cpu", quiet=True)
+    plain, compiled_losses = ([r["loss"] for r in read_metrics(tmp_path / n)] for n in ("plain", "compiled"))
+    assert compiled_losses == pytest.approx(plain, rel=1e-4)
+
+
+GOLDEN = [2.337969, 2.297724, 2.260552, 2.236977, 2.224859]

@@ -82,12 +82,14 @@ def bench_step(shape: StepShape) -> list[Measured]:
 
 def count_flops(work: Callable[[], object]) -> int:
     """Floating-point operations of the matrix products and attention that `work` really does."""
-    from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-    aten = torch.ops.aten  # torch counts attention on CUDA itself, not its CPU kernel
+    aten = torch.ops.aten  # torch counts its CUDA attention itself, not its CPU kernel
     on_cpu = {
-        aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+        aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+            lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
+        ),
     }
     counter = FlopCounterMode(display=False, custom_mapping=on_cpu)
     with counter:
@@ -153,9 +155,10 @@ def _peak_bytes(shape: StepShape, name: str, device: torch.device) -> int:
     """Most memory a step adds: on CUDA as torch counts it, on a CPU the growth of a fresh process."""
     if device.type == "cuda":
         step = _make_step(shape, name, device)
+        before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         step()
-        return torch.cuda.max_memory_allocated(device)
+        return torch.cuda.max_memory_allocated(device) - before
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(resident_growth, shape, name).result()
 

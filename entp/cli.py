@@ -27,7 +27,7 @@ Options = TypeVar("Options")
 
 def train_command(args: list[str]) -> int:
     """train TASK: train a model"""
-    cls = task_class(_name(args, "task", TASKS, "train"))
+    cls = _task_class(_name(args, "task", TASKS, "train"))
     saved = _saved_run(args[1:])
     options = _parse(TrainOptions[cls], args[1:], f"entp train {args[0]}", _defaults(cls, saved))  # type: ignore[valid-type]
     run = options.run(saved)
@@ -134,8 +134,8 @@ def demo_command(args: list[str]) -> int:
 def tasks_command(args: list[str]) -> int:
     """tasks [TASK]: list the tasks, or draw an example of one"""
     if args and args[0] not in ("-h", "--help"):
-        task = _parse(task_class(args[0]), args[1:], f"entp tasks {args[0]}")
-        print(f"{task.name}: {task.about}\n\n{task.draw()}\n")
+        task = _parse(_task_class(args[0]), args[1:], f"entp tasks {args[0]}")
+        print(f"{task.name}: {task.about}\n\n{task.draw()}\n\nentp train {args[0]} takes:")
         for f in dataclasses.fields(task):
             print(f"  --task.{f.name.replace('_', '-')} {getattr(task, f.name)}")
         return 0
@@ -211,6 +211,13 @@ def _name(args: list[str], what: str, allowed: Any, command: str) -> str:
     raise InputError(f"entp {command} needs a {what}{choices}.")
 
 
+def _task_class(name: str) -> type[Task]:
+    """The class of a task; one of your own may lie in the current folder."""
+    if ":" in name and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return task_class(name)
+
+
 def _parse(kind: type[Options], args: list[str], program: str, default: Options | None = None) -> Options:
     """Options from words, by tyro; its complaints become one sentence."""
     import tyro
@@ -262,7 +269,7 @@ def _defaults(cls: type[Task], saved: Run | None) -> TrainOptions[Any]:
 def _open_run(folder: str, which: Literal["best", "last"], device: str, task: str | None) -> tuple[Any, Run, Any]:
     """Model, run and device of a run folder."""
     if task is not None:
-        task_class(task)
+        _task_class(task)
     from entp.training.checkpoint import load, load_run
     from entp.training.distributed import World, pick_device
 

@@ -88,7 +88,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The optimizer and its schedule. The defaults are the paper's for Count3."""
+    """The optimizer and its schedule. The defaults are those of the authors' Count3 runs, with gradient clipping added."""
 
     name: Literal["adamw", "muon"] = "adamw"
     """adamw as in the paper; muon for matrices inside the blocks, AdamW for the rest."""

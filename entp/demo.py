@@ -126,25 +126,43 @@ def examples(sides: list[Side], seed: int, count: int = 5) -> str:
 
 
 def draw(sides: list[Side], path: Path) -> bool:
-    """One picture: accuracy against steps, and what it cost. False without matplotlib."""
+    """One picture: what each mode sees, accuracy against steps, and what it cost. False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         print("no picture: pip install 'entp[plot]' to draw one.")
         return False
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    figure: Any = Figure(figsize=(11, 3.8), layout="constrained")
+    seen, learned, cost = figure.subfigures(1, 3, width_ratios=(1.1, 1.9, 1))
+    _draw_patterns(seen)
+    curves = learned.subplots()
     for side in sides:
-        left.plot(*zip(*side.curve, strict=True), marker=".", label=side.label)
-    left.set(
+        curves.plot(*zip(*side.curve, strict=True), marker=".", label=side.label)
+    curves.set(
         xlabel="optimizer steps", ylabel="held-out sums right (fraction)", ylim=(0, 1), title="learning two-digit addition"
     )
-    left.legend()
-    right.bar([s.label for s in sides], [s.flops / 1e9 for s in sides], color=["C0", "C1"])
-    right.set(ylabel="training GFLOP", title="what it cost")
+    curves.legend()
+    bars = cost.subplots()
+    bars.bar([s.label for s in sides], [s.flops / 1e9 for s in sides], color=["C0", "C1"])
+    bars.set(ylabel="training GFLOP", title="what it cost")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=110)
     return True
+
+
+def _draw_patterns(figure: Any, time: int = 6) -> None:
+    """Three squares per mode: what is seen when the last three tokens are predicted."""
+    panels = figure.subplots(2, 3)
+    for row, mode in zip(panels, ("entp", "decoder"), strict=True):
+        for panel, n in zip(row, range(time - 2, time + 1), strict=True):
+            mask = torch.ones(1, n, n, dtype=torch.bool) if mode == "entp" else attention.visible("decoder", n)
+            square = torch.zeros(time, time)
+            square[:n, :n] = 0.15 + 0.85 * mask[0]
+            panel.imshow(square, cmap="Blues" if mode == "entp" else "Oranges", vmin=0, vmax=1.4)
+            panel.set(xticks=[], yticks=[])
+        row[1].set_title("ENTP: each prediction from scratch" if mode == "entp" else "decoder: causal mask", fontsize=8)
+    figure.supxlabel("keys", fontsize=8)
+    figure.supylabel("queries", fontsize=8)
 
 
 def _train_side(label: str, run: Run, folder: Path) -> Side:

@@ -31,7 +31,7 @@ class Recipe:
     runs: dict[str, Run]
     """Label to run, in the order of the table."""
     metrics: tuple[str, ...]
-    """What the table shows of each run, from its best validation."""
+    """What the table shows of each run: the best value that any of its evaluations reached, as the paper's tables do."""
     paper: dict[str, dict[str, PaperValue]]
     """Label to metric to the paper's value."""
     shrink: Callable[[Run], Run]

@@ -59,16 +59,14 @@ def _arm(recipe: Recipe, label: str, run: Run, folder: Path) -> dict[str, Any]:
     evaluations = [row for row in read_metrics(folder) if row["kind"] == "eval"]
     if not evaluations:
         return {"status": "not run", "paper": paper}
-    sign = -1 if run.goal == "loss" else 1
-    best = max(evaluations, key=lambda row: (sign * row[run.goal], -row["loss"]))
+    best = {m: (min if m == "loss" else max)(row[m] for row in evaluations) for m in recipe.metrics}
     train_rows = [row for row in read_metrics(folder) if row["kind"] == "train"]
     step = train_rows[-1]["step"]
     return {
         "status": "done" if step >= run.steps else f"{step} of {run.steps} steps",
-        "ours": {m: best[m] for m in recipe.metrics},
+        "ours": best,
         "paper": paper,
-        "n": best["n"],
-        "best_step": best["step"],
+        "n": evaluations[-1]["n"],
         "steps": step,
         "seconds": train_rows[-1]["seconds"],
         "seeds": [run.seed],

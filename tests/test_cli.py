@@ -1,0 +1,177 @@
+"""The command line as a person meets it: what works, and one sentence for what does not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small_runs import FLAGS, entp, environment
+
+from entp import __version__
+from entp.cli import main
+
+TRAIN = ["train", "count3", *FLAGS, "--batch=8", "--steps=6", "--train.eval-every=3"]
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a trained run in runs/first."""
+    folder = tmp_path_factory.mktemp("cli")
+    done = entp(*TRAIN, "--mode=entp", "--out=runs/first", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "all steps done: step 6" in done.stdout
+    return folder
+
+
+def test_help_and_version_are_quick_and_need_no_torch() -> None:
+    code = "import sys; from entp.cli import main; main(['--help']); assert 'torch' not in sys.modules"
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60, check=True
+    )
+    assert time.perf_counter() - start < 2
+    assert {"demo", "train", "evaluate", "generate", "reproduce", "bench", "tasks"} <= set(done.stdout.split())
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"entp {__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["train count3", "evaluate x", "generate x", "reproduce count3", "bench", "demo"])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*command.split(), "--help"])
+    assert stop.value.code == 0
+    assert f"usage: entp {command}" in capsys.readouterr().out
+
+
+def test_train_offers_the_promised_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "count3", "--help"])
+    text = capsys.readouterr().out
+    flags = (
+        "--mode --size --steps --batch --seed --device --out --resume --optim.max-lr --optim.min-lr --train.checkpoint-every"
+    )
+    assert all(flag in text for flag in flags.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("frain", "unknown command 'frain': allowed are demo, train"),
+        ("train", "needs a task: allowed are count2, count3"),
+        ("train cuont3", "unknown task 'cuont3': allowed are .* Did you mean count3"),
+        ("train count3 --mode enpt", "'enpt' .* Expected one of .*'entp', 'decoder', 'prefix'"),
+        ("train count3 --size huge", "'huge' .* Expected one of .*'large', 'medium'"),
+        ("train count3 --sise small", "Unrecognized options: --sise"),
+        ("train count3 --optim.foo 1", r"Unrecognized options: --optim\.foo"),
+        ("train count3 --steps many", "'many'"),
+        ("train count3 --steps 0", "steps is 0"),
+        (
+            "train count3 --optim.min-lr 6e-4 --optim.max-lr 6e-5",
+            r"optim\.min_lr 0\.0006 is above optim\.max_lr 6e-05: swapped\?",
+        ),
+        ("train count3 --model.heads 5", r"model\.heads 5 does not divide model\.width 192"),
+        ("train match3 --mode prefix", "mode prefix needs a task with a prefix"),
+        ("train count3 --device tpu", "device 'tpu'"),
+        ("train count3 --out runs/first", "already holds a run: continue it with --resume"),
+        ("train count3 --out runs/first --resume --batch 9", "batch was 8 and is now 9"),
+        ("train count3 --out runs/none --resume", "no run to resume"),
+        ("train nowhere:Task", "task 'nowhere:Task' cannot be imported"),
+        ("evaluate", "needs a run folder"),
+        ("evaluate runs/none", "no run folder runs/none"),
+        ("evaluate runs", "holds no complete checkpoint"),
+        ("generate runs/first --prompt 3,1,64", "64, outside the vocabulary of count3: allowed are 0 to 9"),
+        ("generate runs/first --prompt one", "not a list of whole numbers"),
+        ("generate runs/first --max-new-tokens 100", "positions"),
+        ("generate runs/first --temperature -1", "temperature"),
+        ("reproduce figure9", "unknown recipe 'figure9': allowed are count3, match3"),
+        ("reproduce count3 --tiny --only none", "unknown arm 'none': allowed are ENTP medium"),
+        ("bench walk", "unknown benchmark 'walk'"),
+        ("tasks count9", "unknown task 'count9'"),
+        ("tasks count3 --length 3", "seed_length 16 must be at least 1 and below"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_code_2(
+    words: str, message: str, first: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import re
+
+    monkeypatch.chdir(first)
+    assert main(words.split()) == 2
+    captured = capsys.readouterr()
+    assert re.search(message, captured.err), captured.err
+    assert captured.err.startswith("entp: ")
+    assert captured.err.count("\n") == 1
+    assert "Traceback" not in captured.err
+
+
+def test_sequence_longer_than_positions_is_a_sentence(first: Path, tmp_path: Path) -> None:
+    """A run folder whose config was changed by hand."""
+    config = json.loads((first / "runs/first/config.json").read_text())
+    config["model"]["positions"] = 5
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text(json.dumps(config))
+    done = entp("train", "count3", "--out=run", "--resume", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "model.positions 5 is shorter than the sequences of count3, 10" in done.stderr
+
+
+def test_a_half_written_config_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text('{"task": {"na')
+    done = entp("train", "count3", "--out=run", "--resume", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "config.json cannot be read" in done.stderr
+
+
+def test_evaluate_prints_a_table_and_json(first: Path) -> None:
+    table = entp("evaluate", "runs/first", "--batches=2", cwd=first)
+    assert table.returncode == 0, table.stderr
+    assert "count3, mode entp, 16 sequences of test" in table.stdout
+    assert "sequence_accuracy" in table.stdout
+    values = json.loads(entp("evaluate", "runs/first", "--batches=2", "--json", cwd=first).stdout)
+    assert values["n"] == 16
+    reference = json.loads(entp("evaluate", "runs/first", "--batches=2", "--json", "--impl=reference", cwd=first).stdout)
+    assert values["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+
+
+def test_generate_continues_prompts(first: Path) -> None:
+    done = entp("generate", "runs/first", "--prompt", "3 1 4 1", "3, 1, 4", "--max-new-tokens=3", cwd=first)
+    assert done.returncode == 0, done.stderr
+    lines = [list(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert [len(line) for line in lines] == [7, 6]
+    assert lines[0][:4] == [3, 1, 4, 1]
+    fresh = entp("generate", "runs/first", cwd=first).stdout.splitlines()
+    assert [len(line.split()) for line in fresh] == [10, 10, 10]
+
+
+def test_resume_takes_the_settings_of_the_run(tmp_path: Path) -> None:
+    """Only what changes need be said again."""
+    assert entp(*TRAIN, "--seed=3", "--out=run", cwd=tmp_path).returncode == 0
+    done = entp("train", "count3", "--resume", "--out", "run", "--steps", "8", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "all steps done: step 8" in done.stdout
+    saved = json.loads((tmp_path / "run/config.json").read_text())
+    assert (saved["seed"], saved["steps"], saved["model"]["width"]) == (3, 8, 16)
+
+
+def test_tasks_lists_and_draws(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in ("count2", "count3", "match3", "addition"))
+    assert main(["tasks", "count3", "--length", "8", "--seed-length", "4"]) == 0
+    drawn = capsys.readouterr().out
+    assert "input " in drawn
+    assert "target  .  .  ." in drawn
+
+
+def test_plain_lines_without_a_terminal(tmp_path: Path) -> None:
+    done = entp(*TRAIN, "--out=run", cwd=tmp_path)
+    assert "count3 entp: step 3/6  loss" in done.stderr
+    assert "\r" not in done.stderr

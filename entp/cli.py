@@ -234,7 +234,7 @@ def _parse(kind: type[Options], args: list[str], program: str, default: Options 
 
 def _one_sentence(box: str, program: str) -> str:
     """The text inside tyro's box on one line: the complaint, and what it thinks was meant."""
-    lines = [re.sub(r"[│╭╮╰╯─]+", "", line).strip() for line in box.splitlines()]
+    lines = [re.sub(r"[│╭╮╰╯─]+|-{3,}", "", line).strip() for line in box.splitlines()]
     text = " ".join(line for line in lines[1:] if line)
     text = text.partition("For full helptext")[0]
     text = re.sub(r"^Error parsing \S+: ", "", text)

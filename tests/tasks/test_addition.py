@@ -1,0 +1,85 @@
+"""Addition: right sums, splits that never meet, and targets on the answer only."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from entp.errors import InputError
+from entp.tasks.addition import ALPHABET, Addition
+from entp.tasks.base import IGNORE, SPLITS
+
+
+def lines_of(task: Addition, split: str, size: int = 64) -> list[str]:
+    """The lines of a batch, put together again from inputs and targets."""
+    batch = task.batch(0, split, 0, size)  # type: ignore[arg-type]
+    assert batch.lengths is not None
+    return [task.to_text([*row[:n].tolist(), int(y[n - 1])]) for row, y, n in zip(batch.x, batch.y, batch.lengths, strict=True)]
+
+
+@given(st.integers(1, 3), st.booleans(), st.sampled_from(sorted(SPLITS)))
+def test_every_line_is_a_right_sum(digits: int, backwards: bool, split: str) -> None:
+    for line in lines_of(Addition(digits=digits, examples=50, reversed=backwards), split):
+        assert line.startswith("$")
+        assert line.endswith("$")
+        terms, answer = line.strip("$").split("=")
+        a, b = map(int, terms.split("+"))
+        assert int(answer[::-1] if backwards else answer) == a + b
+        assert max(a, b) < 10**digits
+
+
+def test_targets_are_the_answer_and_the_end() -> None:
+    task = Addition(digits=2, reversed=False)
+    batch = task.encode(["$12+34=46$", "$1+2=3$"])
+    assert task.to_text([t for t in batch.y[0].tolist() if t != IGNORE]) == "46$"
+    assert task.to_text([t for t in batch.y[1].tolist() if t != IGNORE]) == "3$"
+    assert batch.lengths is not None
+    assert batch.lengths.tolist() == [9, 6]
+    assert (batch.y[1, 6:] == IGNORE).all()
+    first = (batch.y != IGNORE).argmax(axis=1)
+    assert [ALPHABET[batch.x[i, t]] for i, t in enumerate(first)] == ["=", "="]
+
+
+def test_no_sum_is_in_two_splits() -> None:
+    task = Addition(digits=1, examples=30)
+    seen = {split: {line for step in range(20) for line in lines_of(task, split)} for split in SPLITS}
+    assert not seen["train"] & seen["valid"]
+    assert not seen["train"] & seen["test"]
+    assert not seen["valid"] & seen["test"]
+    assert len(seen["train"]) <= 30
+
+
+def test_examples_fit_the_positions() -> None:
+    task = Addition(digits=3, examples=10)
+    longest = task.encode([task.line(999, 999)])
+    assert longest.x.shape[1] <= task.model_needs()["positions"]
+
+
+def test_prompts_end_with_the_equals_sign() -> None:
+    task = Addition()
+    for prompt in task.prompts(0, 5):
+        text = task.to_text(prompt)
+        assert text.startswith("$")
+        assert text.endswith("=")
+        assert task.from_text(text) == prompt
+
+
+@pytest.mark.parametrize(("field", "value"), [("digits", 0), ("digits", 4), ("examples", 0), ("examples", 9999)])
+def test_bad_sizes(field: str, value: int) -> None:
+    with pytest.raises(InputError, match=f"task.{field} is {value}"):
+        Addition(**{field: value})
+
+
+def test_characters_outside_the_alphabet() -> None:
+    with pytest.raises(InputError, match="'x'"):
+        Addition().from_text("$1x2=")
+
+
+def test_batches_are_pure() -> None:
+    task = Addition()
+    a, b, c = (task.batch(0, "train", step, 16) for step in (3, 3, 4))
+    assert np.array_equal(a.x, b.x)
+    assert np.array_equal(a.y, b.y)
+    assert a.x.shape != c.x.shape or not np.array_equal(a.x, c.x)

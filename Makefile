@@ -18,7 +18,7 @@ types: $(VENV)/test.ready
 	$(VENV)/bin/mypy
 
 pytest: $(VENV)/test.ready
-	$(VENV)/bin/pytest
+	$(VENV)/bin/pytest -n auto
 
 gpu-test:
 	$(PYTHON) -m pytest -m gpu

@@ -1,8 +1,15 @@
 """`python -m entp` and `torchrun -m entp`: the command line."""
 
+import os
 import sys
 
 from entp.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # Everything is on disk and the group is left. gloo's threads may still be ending, and would abort the interpreter's exit.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -20,29 +20,13 @@ from typing import Any
 import torch
 
 from entp.config import Impl, Mode, OptimConfig, Run, TrainConfig, model_for
+from entp.options import BenchOptions
 from entp.table import format_table
 from entp.tasks.counting import Match3
 from entp.training.distributed import World, pick_device
 from entp.training.metrics import environment
 from entp.training.optim import make_optimizers
 from entp.training.trainer import State, train_step
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """The step that is measured: every prefix of every sequence is predicted."""
-
-    size: str = "small"
-    """One of the paper's sizes."""
-    length: int = 64
-    """Tokens per sequence."""
-    batch: int = 8
-    """Sequences."""
-    repeats: int = 5
-    """Timed steps of each contender, after one that is not timed."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:NUMBER."""
-
 
 CONTENDERS: dict[str, tuple[Mode, Impl]] = {
     "entp reference": ("entp", "reference"),
@@ -65,7 +49,7 @@ class Measured:
         return statistics.median(self.seconds)
 
 
-def bench_step(shape: StepShape) -> list[Measured]:
+def bench_step(shape: BenchOptions) -> list[Measured]:
     """Time, FLOPs and peak memory of one training step (forward, backward, AdamW) by every contender."""
     device = pick_device(shape.device, World())
     steps = {name: _make_step(shape, name, device) for name in CONTENDERS}
@@ -97,7 +81,7 @@ def count_flops(work: Callable[[], object]) -> int:
     return int(counter.get_total_flops())
 
 
-def report(shape: StepShape, rows: list[Measured]) -> str:
+def report(shape: BenchOptions, rows: list[Measured]) -> str:
     """The table for a person."""
     reference = rows[0].median
     where = environment(pick_device(shape.device, World()), 1)
@@ -119,7 +103,7 @@ def report(shape: StepShape, rows: list[Measured]) -> str:
     return f"{title}; {machine}\n{format_table(head, body)}"
 
 
-def as_json(shape: StepShape, rows: list[Measured]) -> dict[str, Any]:
+def as_json(shape: BenchOptions, rows: list[Measured]) -> dict[str, Any]:
     """The same for a file."""
     return {
         "shape": {"size": shape.size, "length": shape.length, "batch": shape.batch},
@@ -137,7 +121,7 @@ def as_json(shape: StepShape, rows: list[Measured]) -> dict[str, Any]:
     }
 
 
-def _make_step(shape: StepShape, name: str, device: torch.device) -> Callable[[], object]:
+def _make_step(shape: BenchOptions, name: str, device: torch.device) -> Callable[[], object]:
     """A function that does one training step of a contender."""
     mode, impl = CONTENDERS[name]
     task = Match3(length=shape.length)  # a target at every position
@@ -151,7 +135,7 @@ def _make_step(shape: StepShape, name: str, device: torch.device) -> Callable[[]
     return lambda: train_step(run, state, batch, device, World())
 
 
-def _peak_bytes(shape: StepShape, name: str, device: torch.device) -> int:
+def _peak_bytes(shape: BenchOptions, name: str, device: torch.device) -> int:
     """Most memory a step adds: on CUDA as torch counts it, on a CPU the growth of a fresh process."""
     if device.type == "cuda":
         step = _make_step(shape, name, device)
@@ -163,7 +147,7 @@ def _peak_bytes(shape: StepShape, name: str, device: torch.device) -> int:
         return pool.submit(resident_growth, shape, name).result()
 
 
-def resident_growth(shape: StepShape, name: str) -> int:
+def resident_growth(shape: BenchOptions, name: str) -> int:
     """How much this process's peak resident memory grows through one step."""
     step = _make_step(shape, name, torch.device("cpu"))
     before = peak_resident()

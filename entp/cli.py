@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 from entp import __version__
 from entp.config import Run, run_from_json
 from entp.errors import InputError, TrainingStopped, one_of
-from entp.options import DemoOptions, EvaluateOptions, GenerateOptions, ReproduceOptions, TrainOptions
+from entp.options import BenchOptions, DemoOptions, EvaluateOptions, GenerateOptions, ReproduceOptions, TrainOptions
 from entp.tasks.base import TASKS, Task, task_class
 
 Options = TypeVar("Options")
@@ -115,10 +115,13 @@ def bench_command(args: list[str]) -> int:
         if args[0] != "step":
             raise one_of("benchmark", args[0], ["step"])
         args = args[1:]
-    from entp.bench import StepShape, bench_step, report
+    options = _parse(BenchOptions, args, "entp bench step")
+    from entp.bench import as_json, bench_step, report
 
-    shape = _parse(StepShape, args, "entp bench step")
-    print(report(shape, bench_step(shape)))
+    rows = bench_step(options)
+    print(report(options, rows))
+    if options.out is not None:
+        options.out.write_text(json.dumps(as_json(options, rows), indent=1) + "\n")
     return 0
 
 

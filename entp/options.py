@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from entp.config import SIZES, Impl, Mode, OptimConfig, Run, TrainConfig, model_for
+from entp.errors import InputError
 from entp.tasks.base import Split, Task
 
 TaskType = TypeVar("TaskType", bound=Task)
@@ -147,3 +148,26 @@ class DemoOptions:
     """Optimizer steps of each."""
     seed: int = 0
     """Seed of both."""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Measure one training step with every prefix predicted, by each engine and by the decoder."""
+
+    size: Literal["small", "medium", "large", "small-deep"] = "small"
+    """One of the paper's sizes."""
+    length: int = 64
+    """Tokens per sequence."""
+    batch: int = 8
+    """Sequences."""
+    repeats: int = 5
+    """Timed steps of each contender, after one that is not timed."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:NUMBER."""
+    out: Path | None = None
+    """Write the numbers to this JSON file as well."""
+
+    def __post_init__(self) -> None:
+        for name in ("length", "batch", "repeats"):
+            if getattr(self, name) < 1:
+                raise InputError(f"--{name} is {getattr(self, name)}: it must be at least 1.")

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from entp import bench
-from entp.bench import CONTENDERS, StepShape, as_json, bench_step, count_flops, report
+from entp.bench import CONTENDERS, as_json, bench_step, count_flops, report
+from entp.options import BenchOptions
 
 
 def test_flops_are_counted_attention_included() -> None:
@@ -19,7 +20,7 @@ def test_flops_are_counted_attention_included() -> None:
 
 def test_packed_does_less_work_than_the_reference() -> None:
     """Three layers: 21 of 36 units of linear work are left, and attention is a small part."""
-    shape = StepShape(length=24, batch=2)
+    shape = BenchOptions(length=24, batch=2)
     flops = {name: count_flops(bench._make_step(shape, name, torch.device("cpu"))) for name in CONTENDERS}
     assert 0.55 < flops["entp packed"] / flops["entp reference"] < 0.65
     assert flops["decoder"] < 0.15 * flops["entp reference"]
@@ -28,7 +29,7 @@ def test_packed_does_less_work_than_the_reference() -> None:
 @pytest.mark.slow
 def test_packed_is_faster_than_the_loop_on_a_cpu() -> None:
     """The README's shape: small, 64 tokens, every prefix. Recorded ratios are in docs/engine.md; this guards the order."""
-    shape = StepShape(repeats=1, device="cpu")
+    shape = BenchOptions(repeats=1, device="cpu")
     rows = {row.name: row for row in bench_step(shape)}
     assert rows["entp reference"].median > 1.3 * rows["entp packed"].median
     assert all(row.peak_bytes > 2**20 for row in rows.values())

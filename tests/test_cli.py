@@ -93,6 +93,7 @@ def test_train_offers_the_promised_flags(capsys: pytest.CaptureFixture[str]) -> 
         ("reproduce figure9", "unknown recipe 'figure9': allowed are count3, match3"),
         ("reproduce count3 --tiny --only none", "unknown arm 'none': allowed are ENTP medium"),
         ("bench walk", "unknown benchmark 'walk'"),
+        ("bench --repeats 0", "--repeats is 0: it must be at least 1"),
         ("tasks count9", "unknown task 'count9'"),
         ("tasks count3 --length 3", "seed_length 16 must be at least 1 and below"),
     ],
@@ -169,6 +170,32 @@ def test_tasks_lists_and_draws(capsys: pytest.CaptureFixture[str]) -> None:
     drawn = capsys.readouterr().out
     assert "input " in drawn
     assert "target  .  .  ." in drawn
+
+
+def test_a_progress_bar_on_a_terminal(tmp_path: Path) -> None:
+    """A real pseudo-terminal: the bar is redrawn with carriage returns and shows the steps."""
+    import fcntl
+    import os
+    import pty
+    import struct
+    import termios
+
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    command = [sys.executable, "-m", "entp", *TRAIN, "--out=run"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=slave, env=environment())
+    os.close(slave)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(master, 4096)
+        except OSError:  # the other end is closed
+            break
+    os.close(master)
+    assert process.wait(timeout=60) == 0
+    assert b"\r" in shown
+    assert b"6/6" in shown
+    assert b"count3 entp: 100%" in shown
 
 
 def test_plain_lines_without_a_terminal(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def join(device_name: str) -> Iterator[tuple[World, torch.device]]:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield world, device
+        world.barrier()  # leave together: gloo aborts a process whose peer is still talking to it
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -52,5 +52,15 @@ def _differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> l
 def prepare_folder(run: Run, out: Path, device: torch.device, world: World) -> None:
     (out / "checkpoints").mkdir(parents=True, exist_ok=True)
     checkpoint.remove_leftovers(out)
-    checkpoint.write_file(out / "environment.json", json.dumps(environment(device, world.size), indent=1).encode())
+    _note_environment(out / "environment.json", environment(device, world.size))
     checkpoint.write_file(out / "config.json", json.dumps(run_to_json(run), indent=1).encode())
+
+
+def _note_environment(path: Path, now: dict[str, Any]) -> None:
+    """Where the run was started, and each place where it was resumed."""
+    try:
+        before = json.loads(path.read_text())
+        data = {**before, "resumed": [*before.get("resumed", []), now]}
+    except (OSError, ValueError):
+        data = now
+    checkpoint.write_file(path, json.dumps(data, indent=1).encode())

@@ -91,9 +91,10 @@ def test_resume_on_the_gpu(tmp_path: Path) -> None:
 
 def test_default_budget_keeps_a_large_step_inside_the_memory() -> None:
     """Medium, 256 tokens, batch 64: 2.1 million rows, several chunks, and still a step."""
-    from entp.bench import StepShape, _make_step
+    from entp.bench import _make_step
+    from entp.options import BenchOptions
 
-    step = _make_step(StepShape("medium", 256, 64), "entp packed", torch.device("cuda"))
+    step = _make_step(BenchOptions("medium", 256, 64), "entp packed", torch.device("cuda"))
     torch.cuda.reset_peak_memory_stats()
     step()
     peak = torch.cuda.max_memory_allocated()

@@ -163,6 +163,10 @@ def test_run_folder_says_where_it_was_made(tmp_path: Path) -> None:
     made = json.loads((tmp_path / "run/environment.json").read_text())
     assert made["torch"] == torch.__version__
     assert {"commit", "date", "device", "python", "entp", "threads"} <= made.keys()
+    entp.train(small_run(steps=6), tmp_path / "run", device="cpu", resume=True, quiet=True)
+    again = json.loads((tmp_path / "run/environment.json").read_text())
+    assert {**again, "resumed": None} == {**made, "resumed": None}
+    assert len(again["resumed"]) == 1
 
 
 def test_tensorboard_mirror_holds_the_same_numbers(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def environment(device: torch.device, world_size: int) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The git commit of the source, '+' appended if it has changes; None outside a checkout."""
+    """The git commit of the source, '+' appended if it has changes; outside a checkout, what ENTP_COMMIT says, or None."""
     where = Path(__file__).parent
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=where, capture_output=True, text=True, check=True)
@@ -158,5 +158,5 @@ def _commit() -> str | None:
             ["git", "status", "--porcelain", "-uno"], cwd=where, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("ENTP_COMMIT")
     return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")

@@ -230,3 +230,13 @@ def test_rows_keep_less_than_the_budget_assumes() -> None:
 def test_engine_document_names_the_implementations() -> None:
     text = (ROOT / "docs" / "engine.md").read_text()
     assert all(f"`{impl}`" in text for impl in IMPLS)
+
+
+def test_measured_ratios_are_those_of_the_results_file() -> None:
+    import json
+
+    runs = json.loads((ROOT / "results/bench_step.json").read_text())["runs"]
+    written = re.findall(r"\| (\d+\.\d+)x \|", (ROOT / "docs/engine.md").read_text())
+    recorded = [next(s["ratio"] for s in run["steps"] if s["name"] == "entp packed") for run in runs]
+    assert written == [f"{ratio:.2f}" for ratio in recorded]
+    assert all(run["environment"]["commit"] and run["environment"]["date"] for run in runs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -179,7 +180,20 @@ def test_tensorboard_mirror_holds_the_same_numbers(tmp_path: Path) -> None:
     assert mirrored == pytest.approx(written, rel=1e-6)
 
 
-def test_a_mirror_that_is_not_installed_is_a_sentence(tmp_path: Path) -> None:
+def test_wandb_offline_and_trackio_take_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are installed: real trackers writing to disk, without network."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio-files"))  # read when trackio is imported
+    pytest.importorskip("wandb")
+    pytest.importorskip("trackio")
+    for name in ("wandb", "trackio"):
+        entp.train(small_run(steps=5, train={"mirror": name}), tmp_path / name, device="cpu", quiet=True)
+    assert list((tmp_path / "wandb").glob("wandb/offline-run-*"))
+    assert list((tmp_path / "trackio-files").iterdir())
+
+
+def test_a_mirror_that_is_not_installed_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", None)  # Python's own way to say that a module cannot be imported
     with pytest.raises(InputError, match=r"pip install 'entp\[trackio\]'"):
         entp.train(small_run(train={"mirror": "trackio"}), tmp_path / "run", device="cpu", quiet=True)
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from entp.config import Impl, Mode, OptimConfig, Run, TrainConfig, model_for
+from entp.engine.api import triton_missing
 from entp.options import BenchOptions
 from entp.table import format_table
 from entp.tasks.counting import Match3
@@ -31,6 +32,7 @@ from entp.training.trainer import State, train_step
 CONTENDERS: dict[str, tuple[Mode, Impl]] = {
     "entp reference": ("entp", "reference"),
     "entp packed": ("entp", "packed"),
+    "entp triton": ("entp", "triton"),
     "decoder": ("decoder", "auto"),
 }
 
@@ -52,16 +54,18 @@ class Measured:
 def bench_step(shape: BenchOptions) -> list[Measured]:
     """Time, FLOPs and peak memory of one training step (forward, backward, AdamW) by every contender."""
     device = pick_device(shape.device, World())
-    steps = {name: _make_step(shape, name, device) for name in CONTENDERS}
+    kernels = device.type == "cuda" and triton_missing(device) is None
+    names = [name for name in CONTENDERS if kernels or CONTENDERS[name][1] != "triton"]
+    steps = {name: _make_step(shape, name, device) for name in names}
     flops = {name: count_flops(step) for name, step in steps.items()}  # the step that is not timed
-    seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(shape.repeats):
         for name, step in steps.items():
             start = time.perf_counter()
             step()
             _wait(device)
             seconds[name].append(time.perf_counter() - start)
-    return [Measured(name, seconds[name], flops[name], _peak_bytes(shape, name, device)) for name in CONTENDERS]
+    return [Measured(name, seconds[name], flops[name], _peak_bytes(shape, name, device)) for name in names]
 
 
 def count_flops(work: Callable[[], object]) -> int:

@@ -22,7 +22,7 @@ from entp.errors import InputError, one_of
 from entp.tasks.base import TASKS, Task, task_class, task_name
 
 Mode = Literal["entp", "decoder", "prefix"]
-Impl = Literal["auto", "reference", "packed"]
+Impl = Literal["auto", "reference", "packed", "triton"]
 MODES: tuple[str, ...] = get_args(Mode)
 IMPLS: tuple[str, ...] = get_args(Impl)
 

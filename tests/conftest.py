@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from hypothesis import settings
@@ -9,6 +11,8 @@ from hypothesis import settings
 settings.register_profile("entp", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("entp")
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU, one program after the other
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

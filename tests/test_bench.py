@@ -21,7 +21,9 @@ def test_flops_are_counted_attention_included() -> None:
 def test_packed_does_less_work_than_the_reference() -> None:
     """Three layers: 21 of 36 units of linear work are left, and attention is a small part."""
     shape = BenchOptions(length=24, batch=2)
-    flops = {name: count_flops(bench._make_step(shape, name, torch.device("cpu"))) for name in CONTENDERS}
+    flops = {
+        name: count_flops(bench._make_step(shape, name, torch.device("cpu"))) for name in CONTENDERS if "triton" not in name
+    }
     assert 0.55 < flops["entp packed"] / flops["entp reference"] < 0.65
     assert flops["decoder"] < 0.15 * flops["entp reference"]
 
@@ -34,5 +36,5 @@ def test_packed_is_faster_than_the_loop_on_a_cpu() -> None:
     assert rows["entp reference"].median > 1.3 * rows["entp packed"].median
     assert all(row.peak_bytes > 2**20 for row in rows.values())
     table = report(shape, list(rows.values()))
-    assert all(word in table for word in ("reference / this", "GFLOP", "peak memory MiB", *CONTENDERS))
+    assert all(word in table for word in ("reference / this", "GFLOP", "peak memory MiB", *rows))
     assert as_json(shape, list(rows.values()))["steps"][0]["ratio"] == 1.0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from entp.config import IMPLS
 from entp.engine import packed, reference
+from entp.engine.layout import split
 from entp.errors import InputError, one_of
 
 if TYPE_CHECKING:
@@ -24,13 +28,38 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(model: Transformer, impl: str = "auto") -> Choice:
-    """What `impl` means for this model. A name asked for is taken as it is: it works or says why not."""
+def choose(impl: str = "auto", device: torch.device | str = "cpu") -> Choice:
+    """What `impl` means on a device. A name asked for is taken as it is: it works or says why not."""
     if impl not in IMPLS:
         raise one_of("impl", impl, IMPLS)
+    why_not = triton_missing(torch.device(device))
+    if impl == "triton" and why_not:
+        raise InputError(f"impl 'triton' cannot run here: {why_not}. Use impl='packed', which gives the same numbers.")
     if impl != "auto":
         return Choice(impl, "asked for by name")
-    return Choice("packed", "exact, and faster than the reference loop on every device")
+    if torch.device(device).type == "cuda" and why_not is None:
+        return Choice("triton", "exact, with the fewest launches on CUDA")
+    return Choice("packed", f"exact and faster than the reference loop; no kernels: {why_not or 'the device is a CPU'}")
+
+
+def triton_missing(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on this device, or None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the device is {device.type}, and kernels need CUDA (TRITON_INTERPRET=1 runs them slowly on a CPU)"
+    return None
+
+
+def _implementation(name: str) -> Callable[[Transformer, Tensor, Tensor], Tensor]:
+    """The function (model, x, wanted) -> (M, D) of an implementation."""
+    if name == "reference":
+        return reference.prefix_hidden
+    if name == "packed":
+        return packed.prefix_hidden
+    from entp.engine.triton import KERNELS
+
+    return functools.partial(packed.prefix_hidden, kernels=KERNELS)
 
 
 def all_prefixes(
@@ -50,10 +79,9 @@ def all_prefixes(
     lengths: (B,) true lengths of rows padded on the right; outputs at padding are 0 and nothing depends on it.
     token_budget: most rows computed at once. Chunks are recomputed in the backward pass, so that only one is in memory.
     """
-    name = choose(model, impl).impl
+    compute = _implementation(choose(impl, x.device).impl)
     x, lengths = check_inputs(model, x, lengths)
     wanted = wanted_prefixes(x, at, lengths)
-    compute = reference.prefix_hidden if name == "reference" else packed.prefix_hidden
     if token_budget is not None and token_budget < 1:
         raise InputError(f"token_budget is {token_budget}: it must be at least 1, or None for the default.")
     budget = token_budget or default_token_budget(model, x.device)
@@ -144,7 +172,7 @@ def _in_chunks(compute: Callable[..., Tensor], model: Transformer, x: Tensor, wa
     at_most = x.shape[0] * time * (time + 1) // 2
     if at_most <= budget:
         return compute(model, x, wanted)
-    chunks = list(packed.split(wanted, budget))
+    chunks = list(split(wanted, budget))
     if len(chunks) <= 1:
         return compute(model, x, wanted)
     keep = torch.is_grad_enabled()

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from entp.attention import attend, visible
-from entp.engine.packed import Packing, pack, upper_layers
+from entp.engine.layout import Packing, pack
+from entp.engine.packed import upper_layers
 
 if TYPE_CHECKING:
     from entp.model import Block, Transformer

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from entp.config import Run
 from entp.engine.api import default_token_budget
-from entp.engine.packed import split
+from entp.engine.layout import split
 from entp.errors import InputError
 from entp.model import Transformer
 from entp.tasks.base import IGNORE, Batch

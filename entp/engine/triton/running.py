@@ -22,14 +22,14 @@ TOKENS = 16
 
 
 @triton.jit
-def _forward(q, k, v, row_of, out, z_out, scale, H, T, d, TOKENS: tl.constexpr, DP: tl.constexpr):
+def _forward(q, k, v, row_of, out, z_out, H, T, d, TOKENS: tl.constexpr, DP: tl.constexpr):
     """Tokens of one tile of one head of one sequence over all keys."""
     bh, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // H, bh % H
     i, e = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DP)
     kind = z_out.dtype.element_ty
     here = (i < T)[:, None] & (e < d)[None, :]
-    qt = tl.load(q + (bh * T + i)[:, None] * d + e[None, :], mask=here, other=0.0).to(kind) * scale
+    qt = tl.load(q + (bh * T + i)[:, None] * d + e[None, :], mask=here, other=0.0)
     z = tl.full((TOKENS,), float("-inf"), kind)
     o = tl.zeros((TOKENS, DP), kind)
     for j in range(0, T):
@@ -47,14 +47,14 @@ def _forward(q, k, v, row_of, out, z_out, scale, H, T, d, TOKENS: tl.constexpr, 
 
 
 @triton.jit
-def _backward(q, k, v, row_of, out, z_in, grad, dq, dk, dv, scale, H, T, d, TILES, TOKENS: tl.constexpr, DP: tl.constexpr):
+def _backward(q, k, v, row_of, out, z_in, grad, dq, dk, dv, H, T, d, TILES, TOKENS: tl.constexpr, DP: tl.constexpr):
     """The same tile from the last key to the first; dk and dv are this tile's share."""
     bh, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // H, bh % H
     i, e = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DP)
     kind = z_in.dtype.element_ty
     here = (i < T)[:, None] & (e < d)[None, :]
-    qt = tl.load(q + (bh * T + i)[:, None] * d + e[None, :], mask=here, other=0.0).to(kind) * scale
+    qt = tl.load(q + (bh * T + i)[:, None] * d + e[None, :], mask=here, other=0.0)
     later = tl.load(z_in + (bh * T + i) * T + T - 1, mask=i < T, other=0.0)
     grad_sum = tl.zeros((TOKENS, DP), kind)
     inner = tl.zeros((TOKENS,), kind)
@@ -79,7 +79,7 @@ def _backward(q, k, v, row_of, out, z_in, grad, dq, dk, dv, scale, H, T, d, TILE
         share = ((bh * TILES + tile) * T + j) * d + e
         tl.store(dk + share, tl.sum(ds[:, None] * qt, 0), mask=e < d)
         tl.store(dv + share, tl.sum(beta[:, None] * grad_sum, 0), mask=e < d)
-    tl.store(dq + (bh * T + i)[:, None] * d + e[None, :], dqt * scale, mask=here)
+    tl.store(dq + (bh * T + i)[:, None] * d + e[None, :], dqt, mask=here)
 
 
 def running_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
@@ -93,11 +93,12 @@ class _RunningAttention(torch.autograd.Function):
         batch, heads, time, size = q.shape
         row_of = torch.full((batch, time), -1, dtype=torch.long, device=q.device)
         row_of[packing.sequence, packing.length - 1] = packing.bounds()[:-1].long()
-        out = q.new_empty(packing.rows, heads * size)
+        out = v.new_empty(packing.rows, heads * size)
         wide = torch.promote_types(q.dtype, torch.float32)
+        q = q.to(wide) * scale  # here and not in the kernel, which would take the scale as fp32
         z = torch.empty(batch, heads, time, time, dtype=wide, device=q.device)
         grid = (batch * heads, triton.cdiv(time, TOKENS))
-        _forward[grid](q, k, v, row_of, out, z, scale, heads, time, size, **_tiles(size))
+        _forward[grid](q, k, v, row_of, out, z, heads, time, size, **_tiles(size))
         ctx.save_for_backward(q, k, v, row_of, out, z)
         ctx.scale = scale
         return out
@@ -107,11 +108,11 @@ class _RunningAttention(torch.autograd.Function):
         q, k, v, row_of, out, z = ctx.saved_tensors
         batch, heads, time, size = q.shape
         tiles = triton.cdiv(time, TOKENS)
-        dq = torch.empty_like(q, dtype=z.dtype)
+        dq = torch.empty_like(q)
         dk, dv = (torch.empty(batch, heads, tiles, time, size, dtype=z.dtype, device=q.device) for _ in range(2))
-        shape = (ctx.scale, heads, time, size, tiles)
+        shape = (heads, time, size, tiles)
         _backward[(batch * heads, tiles)](q, k, v, row_of, out, z, grad.contiguous(), dq, dk, dv, *shape, **_tiles(size))
-        return dq.to(q.dtype), dk.sum(2).to(k.dtype), dv.sum(2).to(v.dtype), None, None
+        return (dq * ctx.scale).to(k.dtype), dk.sum(2).to(k.dtype), dv.sum(2).to(v.dtype), None, None
 
 
 def _tiles(size: int) -> dict[str, int]:

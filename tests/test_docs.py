@@ -237,6 +237,7 @@ def test_measured_ratios_are_those_of_the_results_file() -> None:
 
     runs = json.loads((ROOT / "results/bench_step.json").read_text())["runs"]
     written = re.findall(r"\| (\d+\.\d+)x \|", (ROOT / "docs/engine.md").read_text())
-    recorded = [next(s["ratio"] for s in run["steps"] if s["name"] == "entp packed") for run in runs]
+    fast = ("entp packed", "entp triton")
+    recorded = [step["ratio"] for run in runs for step in run["steps"] if step["name"] in fast]
     assert written == [f"{ratio:.2f}" for ratio in recorded]
     assert all(run["environment"]["commit"] and run["environment"]["date"] for run in runs)

@@ -26,7 +26,7 @@ class Addition(Task):
     """
 
     name: ClassVar[str] = "addition"
-    about: ClassVar[str] = "add two numbers from few examples (ENTP needs fewer)"
+    about: ClassVar[str] = "add two numbers, trained on a part of all sums and scored on others"
 
     digits: int = 2
     """Numbers go from 0 to 10^digits - 1."""

@@ -108,7 +108,7 @@ class Count3(_Counting):
     """Each integer counts the pairs that sum, with the last integer, to 0 modulo the length so far."""
 
     name: ClassVar[str] = "count3"
-    about: ClassVar[str] = "count pairs i, j with x_i + x_j + x_n = 0 mod n (ENTP learns it, decoders do not)"
+    about: ClassVar[str] = "count pairs i, j with x_i + x_j + x_n = 0 mod n (the paper: ENTP learns it, decoders do not)"
     rule = staticmethod(count3_next)
 
 
@@ -117,7 +117,7 @@ class Count2(_Counting):
     """Each integer counts the integers that sum, with the last one, to 0 modulo the length so far."""
 
     name: ClassVar[str] = "count2"
-    about: ClassVar[str] = "count i with x_i + x_n = 0 mod n (the control that decoders learn)"
+    about: ClassVar[str] = "count i with x_i + x_n = 0 mod n (the paper's control)"
     rule = staticmethod(count2_next)
 
 
@@ -130,7 +130,9 @@ class Match3(Task):
     """
 
     name: ClassVar[str] = "match3"
-    about: ClassVar[str] = "is there a pair with x_1 + x_i + x_j = 0 mod 128? asked at every position (both modes learn it)"
+    about: ClassVar[str] = (
+        "is there a pair with x_1 + x_i + x_j = 0 mod 128? asked at every position (the paper: both learn it)"
+    )
 
     length: int = 64
     """Integers per sequence."""

@@ -183,6 +183,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 141
+    except OSError as error:  # a path that cannot be read or written; anything else has a sentence of its own
+        print(f"entp: {error.filename or 'a file'} cannot be used: {error.strerror}. Give another path.", file=sys.stderr)
+        return 2
 
 
 def _help() -> str:

@@ -171,3 +171,5 @@ class BenchOptions:
         for name in ("length", "batch", "repeats"):
             if getattr(self, name) < 1:
                 raise InputError(f"--{name} is {getattr(self, name)}: it must be at least 1.")
+        if self.out is not None and not self.out.parent.is_dir():
+            raise InputError(f"--out {self.out} is in a folder that does not exist: make {self.out.parent} first.")

@@ -37,10 +37,15 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
-def entp(*words: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run `entp WORDS` as a process of its own and wait for it."""
-    command = [sys.executable, "-m", "entp", *words]
+def run_python(*words: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run this Python with WORDS as a process of its own and wait for it."""
+    command = [sys.executable, *words]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment(), timeout=300, **options)
+
+
+def entp(*words: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `entp WORDS`."""
+    return run_python("-m", "entp", *words, cwd=cwd, **options)
 
 
 def start_entp(*words: str, cwd: Path) -> subprocess.Popen[str]:

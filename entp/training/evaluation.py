@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from entp.config import Run
+from entp.errors import InputError
 from entp.model import Transformer
 from entp.tasks.base import IGNORE, Batch, Split, Task
 from entp.training.distributed import World
@@ -50,8 +51,11 @@ def evaluate(
     """Mean loss per target and the task's accuracies over `batches` batches of `split`, and n, the number of sequences."""
     world = world or World()
     device = torch.device(device)
+    batches = run.train.eval_batches if batches is None else batches
+    if batches < 1:
+        raise InputError(f"batches is {batches}: at least 1 is needed to measure anything.")
     totals = torch.zeros(5, dtype=torch.float64, device=device)
-    for step in range(run.train.eval_batches if batches is None else batches):
+    for step in range(batches):
         batch = run.task.batch(run.seed if seed is None else seed, split, step, run.batch).part(world.rank, world.size)
         totals += _batch_totals(model, run, batch, device)
     loss, right, asked, right_sequences, sequences = world.add_up(totals).tolist()

@@ -7,13 +7,12 @@ import random
 import resource
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from small_runs import FLAGS, entp, environment, start_entp
+from small_runs import FLAGS, entp, run_python, start_entp
 
 from entp import load
 from entp.training.metrics import read_metrics
@@ -110,16 +109,8 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
 def test_two_processes_give_the_losses_of_one(tmp_path: Path, mode: str) -> None:
     words = [*TRAIN, f"--mode={mode}", "--steps=12", "--device=cpu"]
     assert entp(*words, "--out=one", cwd=tmp_path).returncode == 0
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "entp"]
-    two = subprocess.run(
-        [*torchrun, *words, "--out=two"],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "entp"]
+    two = run_python(*torchrun, *words, "--out=two", cwd=tmp_path)
     assert two.returncode == 0, two.stderr
     one, both = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two")
     assert [r["step"] for r in one] == [r["step"] for r in both]  # one writer: no line twice
@@ -137,14 +128,6 @@ def test_small_at_256_tokens_trains_in_3_gb(tmp_path: Path) -> None:
         "import sys; from entp.cli import main; from entp.bench import peak_resident\n"
         "status = main(sys.argv[1:]); print('peak', peak_resident()); sys.exit(status)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_python("-c", code, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split("peak")[1]) < 3e9

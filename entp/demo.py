@@ -1,8 +1,8 @@
 """`entp demo`: ENTP and a decoder of the same size side by side, trained live on a CPU in a few minutes.
 
-The task is addition of two-digit numbers, first digit of the sum first, from 2000 of the 10,000 sums, scored on others. Chosen by
-trying: with the sum reversed (last digit first) the two did equally well at this scale. docs/LOG.md has the numbers, and how far
-seeds differ.
+The task is addition of two-digit numbers, first digit of the sum first, from 2000 of the 10,000 sums, scored on others.
+Chosen by trying: with the sum reversed (last digit first) the two did equally well at this scale. docs/LOG.md has the
+numbers, and how far seeds differ.
 """
 
 from __future__ import annotations

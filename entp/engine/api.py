@@ -95,10 +95,7 @@ def wanted_prefixes(x: Tensor, at: Tensor | Sequence[int] | None, lengths: Tenso
     """`at` as a bool mask (B, T) on the CPU, without padding: laying prefixes out must not wait for the device."""
     batch, time = x.shape[:2]
     if isinstance(at, Tensor) and at.dtype == torch.bool:
-        if at.shape != (batch, time):
-            raise InputError(
-                f"at is a mask of shape {tuple(at.shape)}: a mask must have the shape of the batch, {(batch, time)}."
-            )
+        _check_mask(at, batch, time)
         wanted = at.cpu()
     else:
         wanted = torch.zeros(batch, time, dtype=torch.bool)

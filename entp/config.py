@@ -150,6 +150,8 @@ class TrainConfig:
     """Most prefix tokens computed at once in mode entp; gradients of the parts add up. None: by the device's memory."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16 runs matrix products in bfloat16 under autocast; auto does that on CUDA only. Weights stay fp32."""
+    graph: bool = True
+    """On CUDA, replay steps whose shapes repeat as one CUDA graph."""
     compile: bool = False
     """Compile the model's blocks with torch.compile."""
     mirror: Literal["none", "tensorboard", "wandb", "trackio"] = "none"

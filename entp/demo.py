@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from entp import attention
-from entp.bench import count_flops
+from entp.bench.measure import count_flops
 from entp.config import MODES, Mode, OptimConfig, Run, TrainConfig, model_for
 from entp.engine.generate import generate
 from entp.intervals import wilson
@@ -28,7 +28,8 @@ from entp.training.distributed import World
 from entp.training.evaluation import evaluate
 from entp.training.metrics import read_metrics
 from entp.training.optim import make_optimizers
-from entp.training.trainer import State, train, train_step
+from entp.training.step import State, train_step
+from entp.training.trainer import train
 
 SIDES: dict[str, Mode] = {"ENTP": "entp", "decoder": "decoder"}
 TEST_BATCHES = 32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
@@ -14,11 +13,16 @@ from torch.utils.checkpoint import checkpoint
 
 from entp.config import IMPLS
 from entp.engine import packed, reference
-from entp.engine.layout import split
+from entp.engine.layout import positions_of, split
 from entp.errors import InputError, one_of
 
 if TYPE_CHECKING:
     from entp.model import Transformer
+
+WIDEST, LARGEST_HEAD = 1024, 128
+"""Limits of the Triton kernels: a program holds whole rows, and whole heads."""
+BUSY = 26_000_000
+"""Numbers in an (N, D) matrix beyond which a larger chunk makes a GPU no faster (docs/engine.md)."""
 
 
 class Choice(NamedTuple):
@@ -28,17 +32,17 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(impl: str = "auto", device: torch.device | str = "cpu") -> Choice:
-    """What `impl` means on a device. A name asked for is taken as it is: it works or says why not."""
+def choose(impl: str = "auto", device: torch.device | str = "cpu", model: Transformer | None = None) -> Choice:
+    """What `impl` means on a device, for a model. A name asked for is taken as it is: it works or says why not."""
     if impl not in IMPLS:
         raise one_of("impl", impl, IMPLS)
-    why_not = triton_missing(torch.device(device))
+    why_not = triton_missing(torch.device(device)) or (model and _too_much_for_kernels(model))
     if impl == "triton" and why_not:
         raise InputError(f"impl 'triton' cannot run here: {why_not}. Use impl='packed', which gives the same numbers.")
     if impl != "auto":
         return Choice(impl, "asked for by name")
-    if torch.device(device).type == "cuda" and why_not is None:
-        return Choice("triton", "exact, with the fewest launches on CUDA")
+    if torch.device(device).type == "cuda" and not why_not:
+        return Choice("triton", "exact, and the fastest on CUDA")
     return Choice("packed", f"exact and faster than the reference loop; no kernels: {why_not or 'the device is a CPU'}")
 
 
@@ -51,15 +55,27 @@ def triton_missing(device: torch.device) -> str | None:
     return None
 
 
+def _too_much_for_kernels(model: Transformer) -> str | None:
+    """Why the kernels cannot run this model, or None if they can."""
+    config, kind = model.config, next(model.parameters()).dtype
+    if config.width > WIDEST:
+        return f"width {config.width} is above {WIDEST}, the widest row a kernel holds"
+    if config.width // config.heads > LARGEST_HEAD:
+        return f"head size {config.width // config.heads} is above {LARGEST_HEAD}"
+    if kind not in (torch.float32, torch.float64):
+        return f"the weights are {kind}: keep them in float32 and use torch.autocast for half precision"
+    return None
+
+
 def _implementation(name: str) -> Callable[[Transformer, Tensor, Tensor], Tensor]:
     """The function (model, x, wanted) -> (M, D) of an implementation."""
     if name == "reference":
         return reference.prefix_hidden
     if name == "packed":
         return packed.prefix_hidden
-    from entp.engine.triton import KERNELS
+    from entp.engine.triton import stack
 
-    return functools.partial(packed.prefix_hidden, kernels=KERNELS)
+    return stack.prefix_hidden
 
 
 def all_prefixes(
@@ -79,7 +95,7 @@ def all_prefixes(
     lengths: (B,) true lengths of rows padded on the right; outputs at padding are 0 and nothing depends on it.
     token_budget: most rows computed at once. Chunks are recomputed in the backward pass, so that only one is in memory.
     """
-    compute = _implementation(choose(impl, x.device).impl)
+    compute = _implementation(choose(impl, x.device, model).impl)
     x, lengths = check_inputs(model, x, lengths)
     wanted = wanted_prefixes(x, at, lengths)
     if token_budget is not None and token_budget < 1:
@@ -113,7 +129,9 @@ def select(model: Transformer, hidden_BTD: Tensor, at: Tensor | Sequence[int] | 
         padding = torch.arange(time, device=hidden_BTD.device) >= lengths[:, None]
     if isinstance(at, Tensor) and at.dtype == torch.bool:
         _check_mask(at, *hidden_BTD.shape[:2])
-        out, padding = model.readout(hidden_BTD[at]), None if padding is None else padding[at]
+        rows = positions_of(at, hidden_BTD.device)
+        out = model.readout(hidden_BTD.flatten(0, 1).index_select(0, rows))
+        padding = None if padding is None else padding.flatten()[rows]
     else:
         index = torch.as_tensor(_positions(at, time), dtype=torch.long, device=hidden_BTD.device)
         every = at is None
@@ -154,34 +172,40 @@ def _blank_padding(x: Tensor, lengths: Tensor) -> Tensor:
 
 
 def default_token_budget(model: Transformer, device: torch.device) -> int:
-    """Rows that fit comfortably: 1 GiB of activations on a CPU, two fifths of the memory of a GPU."""
-    if device.type == "cuda":
-        memory, bytes_per_number = 0.4 * torch.cuda.get_device_properties(device).total_memory, 3
-    else:
-        memory, bytes_per_number = 2.0**30, 4
-    kept_per_row = 24 * model.config.layers * model.config.width  # measured: see docs/engine.md
-    return max(1024, int(memory / (kept_per_row * bytes_per_number)))
+    """Rows that fit comfortably: 1 GiB of activations on a CPU; on a GPU as many as keep it busy, if they fit."""
+    width = model.config.width
+    kept_per_row = 24 * model.config.layers * width  # measured: see docs/engine.md
+    if device.type != "cuda":
+        return max(1024, int(2**30 / (4 * kept_per_row)))
+    fits = 0.4 * torch.cuda.get_device_properties(device).total_memory / (3 * kept_per_row)
+    return max(1024, int(min(fits, BUSY / width)))
 
 
 def _in_chunks(compute: Callable[..., Tensor], model: Transformer, x: Tensor, wanted: Tensor, budget: int) -> Tensor:
     """compute(model, x, wanted), at most `budget` rows at a time."""
     time = x.shape[1]
     at_most = x.shape[0] * time * (time + 1) // 2
-    if at_most <= budget:
-        return compute(model, x, wanted)
-    chunks = list(split(wanted, budget))
+    chunks = [wanted] if at_most <= budget else list(split(wanted, budget))
     if len(chunks) <= 1:
-        return compute(model, x, wanted)
+        return compute(model, *_used(x, wanted))
     keep = torch.is_grad_enabled()
-    parts = [checkpoint(compute, model, x, c, use_reentrant=False) if keep else compute(model, x, c) for c in chunks]
+    used = [_used(x, c) for c in chunks]
+    parts = [checkpoint(compute, model, *u, use_reentrant=False) if keep else compute(model, *u) for u in used]
     where = torch.cat([c.flatten().nonzero()[:, 0] for c in chunks])
     return torch.cat(parts)[torch.argsort(where)]
 
 
+def _used(x: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Both without the first and last sequences that nothing is asked of."""
+    asked = wanted.any(1).nonzero()[:, 0].tolist()
+    part = slice(asked[0], asked[-1] + 1) if asked else slice(None)
+    return x[part], wanted[part]
+
+
 def _spread(rows: Tensor, wanted: Tensor) -> Tensor:
     """Rows (M, ...) back to (B, T, ...), 0 elsewhere."""
-    out = rows.new_zeros(*wanted.shape, *rows.shape[1:])
-    return out.index_put(tuple(i.to(rows.device, non_blocking=True) for i in wanted.nonzero(as_tuple=True)), rows)
+    out = rows.new_zeros(wanted.numel(), *rows.shape[1:])
+    return out.index_copy(0, positions_of(wanted, rows.device), rows).view(*wanted.shape, *rows.shape[1:])
 
 
 def _check_mask(at: Tensor, batch: int, time: int) -> None:

@@ -153,7 +153,7 @@ class EntpCache:
 
     def _predict(self) -> Tensor:
         """The rest of layer 1 on each row and the layers above it: logits (B, vocab)."""
-        row = self.packing.sequence[self.packing.row_prefix()] * self.capacity + self.packing.row_token()
+        row = self.packing.sequence[self.packing.row_prefix] * self.capacity + self.packing.row_token
         h_ND = self.h.flatten(0, 1)[row]
         attended_ND = self.o.flatten(2).flatten(0, 1)[row].to(h_ND.dtype)
         out = upper_layers(self.model, self.block.finish(h_ND, attended_ND), self.packing)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Packing:
-    """Which prefixes are computed, and how their rows are laid out."""
+    """Which prefixes are computed, and how their rows are laid out. What follows from that is computed once and kept."""
 
     sequence: Tensor
     """(M,) the sequence of each prefix, in packed order: by length, then by sequence."""
@@ -20,51 +22,137 @@ class Packing:
     """(M,) its length."""
     groups: tuple[tuple[int, int], ...]
     """(length, how many prefixes) for each length that occurs, ascending."""
+    batch: int
+    """B, the number of sequences."""
 
     @property
+    def longest(self) -> int:
+        """Length of the longest prefix."""
+        return self.groups[-1][0]
+
+    @cached_property
     def rows(self) -> int:
+        """N, the number of rows."""
         return sum(m * count for m, count in self.groups)
 
-    @property
+    @cached_property
     def row_counts(self) -> list[int]:
+        """Rows of each group."""
         return [m * count for m, count in self.groups]
 
+    @cached_property
     def row_prefix(self) -> Tensor:
         """(N,) the packed index of each row's prefix."""
         return torch.repeat_interleave(self.length, output_size=self.rows)
 
+    @cached_property
     def row_token(self) -> Tensor:
         """(N,) each row's position inside its prefix."""
         first = self.length.cumsum(0) - self.length
-        return torch.arange(self.rows, device=self.length.device) - first[self.row_prefix()]
+        return torch.arange(self.rows, device=self.length.device) - first[self.row_prefix]
 
+    @cached_property
     def last_row(self) -> Tensor:
         """(M,) the row at the end of each prefix: where its prediction is read."""
         return self.length.cumsum(0) - 1
 
+    @cached_property
+    def last_slot(self) -> Tensor:
+        """(N,) int32: the packed index of a row's prefix if the row is its last, else -1."""
+        slots = torch.full((self.rows,), -1, dtype=torch.int32, device=self.length.device)
+        slots[self.last_row] = torch.arange(len(self.length), dtype=torch.int32, device=slots.device)
+        return slots
+
+    @cached_property
     def bounds(self) -> Tensor:
         """(M + 1,) int32 first rows, as variable-length attention kernels want them."""
         return F.pad(self.length.cumsum(0), (1, 0)).to(torch.int32)
 
+    @cached_property
+    def caller_order(self) -> Tensor:
+        """(M,) packed indices sequence by sequence, shortest prefix first: the order in which results are returned."""
+        return torch.argsort(self.sequence * (self.longest + 1) + self.length)
+
+    @cached_property
+    def row_index(self) -> Tensor:
+        """(N,) int32: each row's token among all tokens of B sequences cut to the longest prefix."""
+        return (self.sequence[self.row_prefix] * self.longest + self.row_token).int()
+
+    @cached_property
+    def row_of(self) -> Tensor:
+        """(B, longest) int32: the first row of the prefix that ends there, -1 where none is asked for."""
+        first = torch.full((self.batch, self.longest), -1, dtype=torch.int32, device=self.length.device)
+        first[self.sequence, self.length - 1] = self.bounds[:-1]
+        return first
+
 
 def pack(wanted: Tensor, device: torch.device | None = None) -> Packing:
-    """The packing of the prefixes marked in wanted (B, T), its tensors on `device`."""
-    time_major = wanted.T.contiguous()
-    length, sequence = time_major.nonzero(as_tuple=True)
-    counts = time_major.sum(1).tolist()
+    """The packing of the prefixes marked in wanted (B, T), its tensors on `device`. Equal masks share one packing."""
+    mask = wanted.cpu().numpy()
+    return _packing(mask.shape, np.packbits(mask).tobytes(), torch.device(device or "cpu"))
+
+
+@lru_cache(maxsize=8)
+def _packing(shape: tuple[int, int], bits: bytes, device: torch.device) -> Packing:
+    mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=shape[0] * shape[1]).reshape(shape)
+    length, sequence = mask.T.nonzero()
+    counts = mask.sum(0, dtype=np.int64).tolist()
     groups = tuple((t + 1, n) for t, n in enumerate(counts) if n)
-    return Packing(sequence.to(device, non_blocking=True), (length + 1).to(device, non_blocking=True), groups)
+    return Packing(torch.from_numpy(sequence).to(device), torch.from_numpy(length + 1).to(device), groups, shape[0])
+
+
+@lru_cache(maxsize=32)
+def _positions(shape: tuple[int, ...], bits: bytes, device: torch.device) -> Tensor:
+    mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=shape[0] * shape[1])
+    return torch.from_numpy(mask.nonzero()[0]).to(device)
+
+
+def positions_of(mask: Tensor, device: torch.device) -> Tensor:
+    """The flat positions of True in a mask (B, T), on `device`. Equal masks share one tensor: nothing waits for a copy."""
+    return _positions(tuple(mask.shape), np.packbits(mask.cpu().numpy()).tobytes(), device)
 
 
 def split(wanted: Tensor, token_budget: int) -> Iterator[Tensor]:
-    """Disjoint masks that add up to wanted, each of at most token_budget rows (or one prefix, if that alone is longer)."""
-    length, sequence = wanted.T.nonzero(as_tuple=True)
-    ends = (length + 1).cumsum(0)
+    """Disjoint masks that add up to wanted, each of at most token_budget rows (or one prefix, if that alone is longer).
+
+    Whole sequences stay together where they fit, because layer 1 is computed once per sequence and mask, in parts of about
+    equal size; a sequence that does not fit is cut between lengths.
+    """
+    wanted = wanted.cpu()
+    rows = (wanted * torch.arange(1, wanted.shape[1] + 1)).sum(1).tolist()
+    fitting = [b for b, n in enumerate(rows) if 0 < n <= token_budget]
+    total = sum(rows[b] for b in fitting)
+    even = total / max(1, -(-total // token_budget))
+    part: list[int] = []
+    taken = 0
+    for b in fitting:
+        if part and (taken + rows[b] > token_budget or taken >= even):
+            yield _mask_of(wanted, part)
+            part, taken = [], 0
+        part.append(b)
+        taken += rows[b]
+    if part:
+        yield _mask_of(wanted, part)
+    for b in (b for b, n in enumerate(rows) if n > token_budget):
+        yield from _split_lengths(wanted, b, token_budget)
+
+
+def _mask_of(wanted: Tensor, sequences: list[int]) -> Tensor:
+    """wanted in these sequences only."""
+    mask = torch.zeros_like(wanted)
+    mask[sequences] = wanted[sequences]
+    return mask
+
+
+def _split_lengths(wanted: Tensor, sequence: int, token_budget: int) -> Iterator[Tensor]:
+    """Masks of one sequence's prefixes, the shortest first."""
+    ends = wanted[sequence].nonzero()[:, 0]
+    rows = (ends + 1).cumsum(0)
     start = 0
-    while start < len(length):
-        before = int(ends[start - 1]) if start else 0
-        stop = max(start + 1, int(torch.searchsorted(ends, before + token_budget, right=True)))
-        chunk = torch.zeros_like(wanted)
-        chunk[sequence[start:stop], length[start:stop]] = True
-        yield chunk
+    while start < len(ends):
+        before = int(rows[start - 1]) if start else 0
+        stop = max(start + 1, int(torch.searchsorted(rows, before + token_budget, right=True)))
+        mask = torch.zeros_like(wanted)
+        mask[sequence, ends[start:stop]] = True
+        yield mask
         start = stop

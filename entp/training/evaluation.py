@@ -13,12 +13,10 @@ from entp.tasks.base import IGNORE, Batch, Split, Task
 from entp.training.distributed import World
 
 
-def forward(model: Transformer, run: Run, batch: Batch, at: Tensor, device: torch.device) -> Tensor:
+def forward(model: Transformer, run: Run, x: Tensor, at: Tensor, lengths: Tensor | None) -> Tensor:
     """Outputs (number of True in at, outputs) of the run's mode, in bf16 autocast where the run asks for it."""
-    x = torch.from_numpy(batch.x).to(device, non_blocking=True)
-    lengths = None if batch.lengths is None else torch.from_numpy(batch.lengths).to(device)
-    half = run.train.precision == "bf16" or (run.train.precision == "auto" and device.type == "cuda")
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=half):
+    half = run.train.precision == "bf16" or (run.train.precision == "auto" and x.is_cuda)
+    with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=half):
         return model(
             x,
             run.mode,
@@ -69,7 +67,9 @@ def _batch_totals(model: Transformer, run: Run, batch: Batch, device: torch.devi
     """Summed loss, right targets, targets, wholly right sequences, sequences."""
     at = torch.from_numpy(batch.y != IGNORE)
     targets = torch.from_numpy(batch.y)[at].to(device)
-    outputs = forward(model, run, batch, at, device)
+    x = torch.from_numpy(batch.x).to(device, non_blocking=True)
+    lengths = None if batch.lengths is None else torch.from_numpy(batch.lengths).to(device)
+    outputs = forward(model, run, x, at, lengths)
     right = torch.ones(at.shape, dtype=torch.bool, device=device)
     if run.task.loss == "cross_entropy":
         right[at.to(device)] = outputs.argmax(-1) == targets

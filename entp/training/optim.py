@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ class Muon(torch.optim.Muon):
         rows, columns = matrices[0].shape
         rate = group["lr"] * 0.2 * math.sqrt(max(rows, columns))  # "match_rms_adamw": AdamW's rates carry over
         for p, update in zip(matrices, orthogonalise(torch.stack(updates), group["ns_steps"], group["eps"]), strict=True):
-            p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update.to(p.dtype), alpha=-rate)
+            p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.to(p.dtype) * rate)
 
 
 def orthogonalise(g: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
@@ -83,12 +84,14 @@ def make_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.O
         {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
-    fused = rest[0].is_cuda if rest else False
+    cuda = named[0][1].is_cuda
+    rate = torch.tensor(config.max_lr, device=named[0][1].device) if cuda else config.max_lr
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(groups, lr=config.max_lr, betas=(config.beta1, config.beta2), fused=fused)
+        torch.optim.AdamW(groups, lr=rate, betas=(config.beta1, config.beta2), fused=cuda, capturable=cuda)
     ]
     if muon:
         optimizers.append(Muon(muon, lr=config.max_lr, weight_decay=config.weight_decay))
+        optimizers[1].param_groups[0]["lr"] = rate if not isinstance(rate, Tensor) else rate.clone()
     return optimizers
 
 
@@ -96,4 +99,23 @@ def set_learning_rate(optimizers: list[torch.optim.Optimizer], rate: float) -> N
     """The same rate for every group of every optimizer."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            if isinstance(group["lr"], Tensor):  # on CUDA, where a recorded step reads it
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+
+def save_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its state for a file: on whatever device it continues, it is the same."""
+    saved = optimizer.state_dict()
+    groups = [{**g, "lr": float(g["lr"])} for g in saved["param_groups"]]
+    return {"state": saved["state"], "param_groups": groups}
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Load what save_optimizer gave; what belongs to the device (fused or not, where the rate lives) stays as it is."""
+    own = [{k: v for k, v in g.items() if k in ("lr", "fused", "capturable", "foreach")} for g in optimizer.param_groups]
+    groups = [{**g, **kept} for g, kept in zip(saved["param_groups"], own, strict=True)]
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+    for group, kept in zip(optimizer.param_groups, own, strict=True):
+        group.update(kept)

@@ -13,25 +13,23 @@ import errno
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from entp.config import Run
-from entp.engine.api import default_token_budget
-from entp.engine.layout import split
 from entp.errors import InputError
 from entp.model import Transformer
-from entp.tasks.base import IGNORE, Batch
+from entp.tasks.base import Batch
 from entp.training import checkpoint
-from entp.training.distributed import World, add_up_gradients, join
-from entp.training.evaluation import evaluate, forward, loss_sum
+from entp.training.distributed import World, join
+from entp.training.evaluation import evaluate
 from entp.training.folder import check_folder, prepare_folder
 from entp.training.metrics import MetricsFile, Progress, read_metrics
-from entp.training.optim import learning_rate, make_optimizers, set_learning_rate
+from entp.training.optim import learning_rate, make_optimizers
+from entp.training.step import State, Stepper
 from entp.training.watch import LossWatch, StopSignals
 
 
@@ -46,28 +44,6 @@ class Result:
     metrics: dict[str, float]
     best: dict[str, float]
     stopped_by: int | None = None
-
-
-@dataclass
-class State:
-    """All that changes while a run goes on."""
-
-    model: Transformer
-    optimizers: list[torch.optim.Optimizer]
-    step: int = 0
-    seconds: float = 0.0
-    best: dict[str, float] = field(default_factory=dict)
-
-    def save(self) -> dict[str, Any]:
-        states = [o.state_dict() for o in self.optimizers]
-        return {"step": self.step, "seconds": self.seconds, "best": self.best, "optimizers": states}
-
-    def restore(self, folder: Path) -> None:
-        saved = checkpoint.read_trainer(folder)
-        self.model.load_state_dict(checkpoint.load(folder).state_dict())
-        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-        self.step, self.seconds, self.best = saved["step"], saved["seconds"], saved["best"]
 
 
 def train(run: Run, out: str | Path, *, device: str = "auto", resume: bool = False, quiet: bool = False) -> Result:
@@ -127,6 +103,7 @@ class Loop:
     ) -> None:
         self.run, self.out, self.state, self.device, self.world = run, out, state, device, world
         self.signals, self.metrics, self.progress = signals, metrics, progress
+        self.step = Stepper(run, state, device, world)
         self.watch = LossWatch(run, device)
         self.values = _last_evaluation(out, state.step)
 
@@ -134,7 +111,7 @@ class Loop:
         run, state, every = self.run, self.state, self.run.train
         reason, mark = "all steps done", time.perf_counter()
         for batch in _batches(run, state.step):
-            loss, norm, stop = train_step(run, state, batch, self.device, self.world, self.signals.caught is not None)
+            loss, norm, stop = self.step(batch, self.signals.caught is not None)
             self.watch.note(loss, state.step)
             state.step += 1
             stop = stop or (self.world.size == 1 and self.signals.caught is not None)
@@ -182,36 +159,6 @@ class Loop:
         self.watch.check()
         if self.world.first:
             checkpoint.save_checkpoint(self.out, self.state.step, self.state.model, self.run, self.state.save())
-
-
-def train_step(
-    run: Run, state: State, batch: Batch, device: torch.device, world: World, stop: bool = False
-) -> tuple[Tensor, Tensor, bool]:
-    """One optimizer step. Returns the global loss, the gradient's norm and whether any process was told to stop.
-
-    In mode entp the prefixes are split by the token budget; the gradients of the parts add up to the same gradient.
-    """
-    model = state.model
-    asked = int((batch.y != IGNORE).sum())
-    batch = batch.part(world.rank, world.size)
-    at = torch.from_numpy(batch.y != IGNORE)
-    y = torch.from_numpy(batch.y)
-    budget = run.train.token_budget or default_token_budget(model, device)
-    total = torch.zeros((), device=device)
-    for optimizer in state.optimizers:
-        optimizer.zero_grad(set_to_none=True)
-    for part in split(at, budget) if run.mode == "entp" else [at]:
-        outputs = forward(model, run, batch, part, device)
-        loss = loss_sum(run.task, outputs, y[part].to(device)) / asked
-        loss.backward()
-        total += loss.detach()
-    total, stop = add_up_gradients(list(model.parameters()), total, stop, world)
-    largest = run.optim.clip or float("inf")
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
-    set_learning_rate(state.optimizers, learning_rate(run.optim, state.step))
-    for optimizer in state.optimizers:
-        optimizer.step()
-    return total, norm, stop
 
 
 def _batches(run: Run, start: int) -> Iterator[Batch]:

@@ -259,11 +259,11 @@ def test_pack_layout(batch: int, time: int, chance: float, seed: int) -> None:
     lengths = [m for m, _ in expected]
     assert packing.groups == tuple((m, lengths.count(m)) for m in sorted(set(lengths)))
     assert packing.rows == sum(lengths) == sum(packing.row_counts)
-    assert packing.row_token().tolist() == [i for m in lengths for i in range(m)]
-    assert packing.row_prefix().tolist() == [p for p, m in enumerate(lengths) for _ in range(m)]
-    assert packing.last_row().tolist() == [sum(lengths[: p + 1]) - 1 for p in range(len(lengths))]
-    assert packing.bounds().tolist() == [sum(lengths[:p]) for p in range(len(lengths) + 1)]
-    assert packing.bounds().dtype == torch.int32
+    assert packing.row_token.tolist() == [i for m in lengths for i in range(m)]
+    assert packing.row_prefix.tolist() == [p for p, m in enumerate(lengths) for _ in range(m)]
+    assert packing.last_row.tolist() == [sum(lengths[: p + 1]) - 1 for p in range(len(lengths))]
+    assert packing.bounds.tolist() == [sum(lengths[:p]) for p in range(len(lengths) + 1)]
+    assert packing.bounds.dtype == torch.int32
 
 
 @given(st.integers(1, 3), st.integers(1, 36), st.floats(0.05, 1), st.integers(0, 99), st.sampled_from([0.3, 1.0, 30.0]))

@@ -125,7 +125,7 @@ def test_small_at_256_tokens_trains_in_3_gb(tmp_path: Path) -> None:
     """Small, T = 256, batch 4, every prefix: one whole step of `entp train` in bounded memory."""
     words = ["train", "match3", "--task.length=256", "--batch=4", "--steps=1", "--train.eval-batches=1", "--out=run"]
     code = (
-        "import sys; from entp.cli import main; from entp.bench import peak_resident\n"
+        "import sys; from entp.cli import main; from entp.bench.measure import peak_resident\n"
         "status = main(sys.argv[1:]); print('peak', peak_resident()); sys.exit(status)"
     )
     done = run_python("-c", code, *words, cwd=tmp_path)

@@ -22,7 +22,7 @@ from entp.training.distributed import World
 from entp.training.evaluation import evaluate
 from entp.training.metrics import read_metrics
 from entp.training.optim import make_optimizers
-from entp.training.trainer import State, train_step
+from entp.training.step import State, train_step
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:

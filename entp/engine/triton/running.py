@@ -22,7 +22,7 @@ TOKENS = 16
 
 
 @triton.jit
-def _forward(q, k, v, row_of, out, z_out, H, T, d, TOKENS: tl.constexpr, DP: tl.constexpr):
+def _scan_forward(q, k, v, row_of, out, z_out, H, T, d, TOKENS: tl.constexpr, DP: tl.constexpr):
     """Tokens of one tile of one head of one sequence over all keys."""
     bh, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // H, bh % H
@@ -40,14 +40,14 @@ def _forward(q, k, v, row_of, out, z_out, H, T, d, TOKENS: tl.constexpr, DP: tl.
         z = top + tl.log(tl.exp(z - top) + tl.exp(s - top))
         o += tl.exp(s - z)[:, None] * (vt[None, :] - o)
         tl.store(z_out + (bh * T + i) * T + j, z, mask=i < T)
-        row = tl.load(row_of + b * T + j)
+        row = tl.load(row_of + b * T + j).to(tl.int64)
         if row >= 0:
             at = (row + i)[:, None] * (H * d) + h * d + e[None, :]
             tl.store(out + at, o.to(out.dtype.element_ty), mask=here & (i <= j)[:, None])
 
 
 @triton.jit
-def _backward(q, k, v, row_of, out, z_in, grad, dq, dk, dv, H, T, d, TILES, TOKENS: tl.constexpr, DP: tl.constexpr):
+def _scan_backward(q, k, v, row_of, out, z_in, grad, dq, dk, dv, H, T, d, TILES, TOKENS: tl.constexpr, DP: tl.constexpr):
     """The same tile from the last key to the first; dk and dv are this tile's share."""
     bh, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // H, bh % H
@@ -64,7 +64,7 @@ def _backward(q, k, v, row_of, out, z_in, grad, dq, dk, dv, H, T, d, TILES, TOKE
         z = tl.load(z_in + (bh * T + i) * T + j, mask=i < T, other=0.0)
         decay = tl.exp(z - later)
         grad_sum, inner, later = grad_sum * decay[:, None], inner * decay, z
-        row = tl.load(row_of + b * T + j)
+        row = tl.load(row_of + b * T + j).to(tl.int64)
         if row >= 0:
             at = (row + i)[:, None] * (H * d) + h * d + e[None, :]
             g = tl.load(grad + at, mask=here & (i <= j)[:, None], other=0.0).to(kind)
@@ -91,14 +91,13 @@ class _RunningAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
         batch, heads, time, size = q.shape
-        row_of = torch.full((batch, time), -1, dtype=torch.long, device=q.device)
-        row_of[packing.sequence, packing.length - 1] = packing.bounds()[:-1].long()
+        row_of = packing.row_of
         out = v.new_empty(packing.rows, heads * size)
         wide = torch.promote_types(q.dtype, torch.float32)
         q = q.to(wide) * scale  # here and not in the kernel, which would take the scale as fp32
         z = torch.empty(batch, heads, time, time, dtype=wide, device=q.device)
         grid = (batch * heads, triton.cdiv(time, TOKENS))
-        _forward[grid](q, k, v, row_of, out, z, heads, time, size, **_tiles(size))
+        _scan_forward[grid](q, k, v, row_of, out, z, heads, time, size, **_tiles(size))
         ctx.save_for_backward(q, k, v, row_of, out, z)
         ctx.scale = scale
         return out
@@ -111,7 +110,7 @@ class _RunningAttention(torch.autograd.Function):
         dq = torch.empty_like(q)
         dk, dv = (torch.empty(batch, heads, tiles, time, size, dtype=z.dtype, device=q.device) for _ in range(2))
         shape = (heads, time, size, tiles)
-        _backward[(batch * heads, tiles)](q, k, v, row_of, out, z, grad.contiguous(), dq, dk, dv, *shape, **_tiles(size))
+        _scan_backward[(batch * heads, tiles)](q, k, v, row_of, out, z, grad.contiguous(), dq, dk, dv, *shape, **_tiles(size))
         return (dq * ctx.scale).to(k.dtype), dk.sum(2).to(k.dtype), dv.sum(2).to(v.dtype), None, None
 
 

@@ -1,0 +1,105 @@
+"""How many floating-point operations a step needs, by formula: what a rate in TFLOP/s is taken over.
+
+    step = engine_flops(config, wanted)         # wanted: bool (B, T), True at (b, t) for the prefix x[b, :t+1]
+    step.total / seconds / 1e12                 # achieved TFLOP/s
+
+A multiply-add is two operations. Only matrix products and attention are counted, not norms, activations, softmax or the
+optimizer. A backward pass is twice the forward: one product for the inputs' gradient and one for the weights' (attention: four
+products for two). What is computed a second time, by a kernel that keeps less or by a second part of the prefixes, counts once,
+so the same work in less time is always a higher rate. A decoder's attention is counted as the full square, as torch counts it.
+
+The exact engine is counted as docs/engine.md describes it. Layer 1's running softmax costs the scores of all pairs of tokens
+up to the longest prefix and one multiply-add per pair and unit of width for the state that every row reads from; what an
+implementation adds to that (blocks, for example) is its own affair.
+
+Names: B sequences, T tokens, M prefixes, N rows (the sum of prefix lengths), L layers, D width, H heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from entp.config import ModelConfig
+
+STEP = 3
+"""A training step in forward passes: itself, and twice as much backward."""
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations by part."""
+
+    linear: int
+    """Products with the blocks' weights, and with those that read vectors in."""
+    attention: int
+    """Scores, and sums of values."""
+    readout: int
+    """From the last block to the outputs."""
+
+    @property
+    def total(self) -> int:
+        return self.linear + self.attention + self.readout
+
+
+def reference_flops(config: ModelConfig, wanted: Tensor) -> Flops:
+    """A training step of the paper's loop: every wanted prefix through all layers."""
+    lengths = _lengths(wanted)
+    rows, squares = sum(lengths), sum(m * m for m in lengths)
+    linear = 12 * config.layers * config.width**2 * rows
+    attention = 2 * config.layers * config.width * squares
+    return _step(config, linear, attention, rows, len(lengths))
+
+
+def decoder_flops(config: ModelConfig, wanted: Tensor) -> Flops:
+    """A training step of the decoder: every token through all layers, outputs where they are wanted."""
+    batch, time = wanted.shape
+    linear = 12 * config.layers * config.width**2 * batch * time
+    attention = 2 * config.layers * config.width * batch * time**2
+    return _step(config, linear, attention, batch * time, len(_lengths(wanted)))
+
+
+def engine_flops(config: ModelConfig, wanted: Tensor) -> Flops:
+    """A training step of the exact engine, `packed` or `triton`: the savings of docs/engine.md applied."""
+    if config.layers == 1:  # ENTP is the decoder
+        return decoder_flops(config, wanted)
+    lengths = _lengths(wanted)
+    width, middle = config.width, config.layers - 2
+    rows, squares, prefixes = sum(lengths), sum(m * m for m in lengths), len(lengths)
+    longest = max(lengths, default=0)
+    tokens = wanted.shape[0] * longest
+    # Layer 1: q, k, v per token, the rest per row. Middle: all per row. Last: all per prefix, W_K and W_V absorbed.
+    linear = width**2 * (3 * tokens + 9 * rows + 12 * middle * rows + 12 * prefixes)
+    first = 2 * width * tokens * longest
+    last = 2 * config.heads * width * rows
+    return _step(config, linear, first + 2 * middle * width * squares + last, tokens, prefixes)
+
+
+def token_flops(config: ModelConfig, length: int, mode: str) -> Flops:
+    """Generating one more token with the cache of its mode (entp or decoder), the new one being token number `length`."""
+    width, layers = config.width, config.layers
+    if mode == "decoder" or layers == 1:
+        linear, attention = 12 * layers * width**2, 2 * layers * width * length
+    else:
+        middle = layers - 2
+        linear = width**2 * (3 + 9 * length + 12 * middle * length + 12)
+        first = 4 * width * length  # the new key for every row, and the new row over every key
+        attention = first + 2 * middle * width * length**2 + 2 * config.heads * width * length
+    return Flops(2 * linear, 2 * attention, 2 * width * _outputs(config))
+
+
+def _step(config: ModelConfig, linear: int, attention: int, read: int, prefixes: int) -> Flops:
+    """A step's operations: multiply-adds of the blocks' forward pass, `read` vectors read in, `prefixes` rows read out."""
+    read_in = 2 * (config.input_dim or 0) * config.width * read  # forward and weights: inputs need no gradient
+    readout = STEP * config.width * _outputs(config) * prefixes
+    return Flops(2 * (STEP * linear + read_in), 2 * STEP * attention, 2 * readout)
+
+
+def _outputs(config: ModelConfig) -> int:
+    return config.outputs or config.vocab or 0
+
+
+def _lengths(wanted: Tensor) -> list[int]:
+    """The length of every wanted prefix."""
+    return [int(t) + 1 for t in wanted.nonzero()[:, 1].tolist()]

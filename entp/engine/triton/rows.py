@@ -1,0 +1,363 @@
+"""What stands between the matrix products, one pass over the rows each: residual and norm, activation, folding of the norm.
+
+A norm's gain and shift are not applied to rows but folded into the matrix that follows: with x of mean 0 and variance 1,
+
+    W (gain x + shift) + b  =  (W gain) x + (b + W shift)
+
+so x is all that is kept of a norm, and the gradients of gain and shift come from the matrix's own. Biases are added by the
+kernel that reads a product, which also adds up their gradient. The plain functions that define the kernels come first.
+
+Names: N rows, D width, K any width; `wide` is fp32 or float64, `half` what matrix products take: bf16, or the same as wide.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from entp.engine.layout import Packing
+
+PROGRAMS = 1056
+"""Programs that share the rows where columns are added up: eight for each of an H200's multiprocessors."""
+
+
+class Norm(NamedTuple):
+    """Which norm follows: layer norm with this epsilon, or none."""
+
+    layer: bool
+    eps: float
+
+
+def plain_add_norm(h_ND: Tensor, y_ND: Tensor, bias_D: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    """The residual stream after adding y + bias, and its normed rows (without gain and shift)."""
+    h_ND = h_ND + y_ND + bias_D
+    return h_ND, F.layer_norm(h_ND, h_ND.shape[-1:], eps=norm.eps) if norm.layer else h_ND
+
+
+def plain_activate(u_NK: Tensor, bias_K: Tensor, gelu: bool) -> Tensor:
+    """GELU (tanh) or ReLU of u + bias."""
+    return F.gelu(u_NK + bias_K, approximate="tanh") if gelu else F.relu(u_NK + bias_K)
+
+
+def plain_fold(w_KD: Tensor, bias_K: Tensor, gain_D: Tensor, shift_D: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix and bias that do to normed rows what w and bias do after gain and shift."""
+    return w_KD * gain_D, bias_K + w_KD @ shift_D
+
+
+@triton.jit
+def _normed(value, inside, D, eps):
+    """Rows with mean 0 and variance 1, and 1 over their standard deviation."""
+    centred = tl.where(inside, value - (tl.sum(value, 1) / D)[:, None], 0.0)
+    r = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / D + eps)
+    return centred * r[:, None], r
+
+
+@triton.jit
+def _norm_gradient(g, x, r, D):
+    """The gradient of what was normed to x, from the gradient g of x."""
+    return r[:, None] * (g - (tl.sum(g, 1) / D)[:, None] - x * (tl.sum(g * x, 1) / D)[:, None])
+
+
+@triton.jit
+def _add_norm(
+    h, y, bias, index, h_out, x_out, r_out, N, D, EPS: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr,
+    R: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """R rows. KIND 0: rows of h as they stand; 1: row n is h[index[n]]; 2: only rows with index[n] >= 0 go to h_out, there."""
+    rows, cols = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, DP)
+    inside = (rows < N)[:, None] & (cols < D)[None, :]
+    at = rows[:, None] * D + cols[None, :]
+    source = rows
+    if KIND == 1:
+        source = tl.load(index + rows, mask=rows < N, other=0).to(tl.int64)
+    wide = h.dtype.element_ty
+    value = tl.load(h + source[:, None] * D + cols[None, :], mask=inside, other=0.0)
+    value += tl.load(y + at, mask=inside, other=0.0).to(wide) + tl.load(bias + cols, mask=cols < D, other=0.0).to(wide)[None, :]
+    if KIND == 2:
+        slot = tl.load(index + rows, mask=rows < N, other=-1).to(tl.int64)
+        tl.store(h_out + slot[:, None] * D + cols[None, :], value, mask=inside & (slot >= 0)[:, None])
+    else:
+        tl.store(h_out + at, value, mask=inside)
+    if NORM:
+        value, r = _normed(value, inside, D, EPS)
+        tl.store(r_out + rows, r, mask=rows < N)
+    tl.store(x_out + at, value.to(x_out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_norm_backward(
+    dh, dx, x, r_in, index, dh_out, dy_out, db_out, N, D, PER, KIND: tl.constexpr, NORM: tl.constexpr, COPY: tl.constexpr,
+    R: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """PER tiles of R rows: the gradient of h, its rounded copy for y, and this program's share of the bias's."""
+    cols = tl.arange(0, DP)
+    wide = dh_out.dtype.element_ty
+    total = tl.zeros((DP,), wide)
+    for tile in range(0, PER):
+        rows = (tl.program_id(0).to(tl.int64) * PER + tile) * R + tl.arange(0, R)
+        inside = (rows < N)[:, None] & (cols < D)[None, :]
+        at = rows[:, None] * D + cols[None, :]
+        g = tl.load(dx + at, mask=inside, other=0.0).to(wide)
+        if NORM:
+            r = tl.load(r_in + rows, mask=rows < N, other=0.0)
+            g = tl.where(inside, _norm_gradient(g, tl.load(x + at, mask=inside, other=0.0).to(wide), r, D), 0.0)
+        if KIND == 2:
+            slot = tl.load(index + rows, mask=rows < N, other=-1).to(tl.int64)
+            g += tl.load(dh + slot[:, None] * D + cols[None, :], mask=inside & (slot >= 0)[:, None], other=0.0)
+        else:
+            g += tl.load(dh + at, mask=inside, other=0.0)
+        tl.store(dh_out + at, g, mask=inside)
+        if COPY:
+            tl.store(dy_out + at, g.to(dy_out.dtype.element_ty), mask=inside)
+        total += tl.sum(g, 0)
+    tl.store(db_out + tl.program_id(0) * D + cols, total, mask=cols < D)
+
+
+@triton.jit
+def _first_add_norm_backward(
+    dh, dx, x, r_in, row_of, dh_out, dy_out, T, D, NORM: tl.constexpr, R: tl.constexpr, DP: tl.constexpr
+):
+    """One token of one sequence: its gradient is the sum over the prefixes it stands in."""
+    token, cols = tl.program_id(0).to(tl.int64), tl.arange(0, DP)
+    i = token % T
+    wide = dh_out.dtype.element_ty
+    total = tl.zeros((DP,), wide)
+    for start in range(i, T, R):
+        end = start + tl.arange(0, R)
+        first = tl.load(row_of + token - i + end, mask=end < T, other=-1)
+        rows = first.to(tl.int64) + i
+        inside = (first >= 0)[:, None] & (cols < D)[None, :]
+        at = rows[:, None] * D + cols[None, :]
+        g = tl.load(dx + at, mask=inside, other=0.0).to(wide)
+        if NORM:
+            r = tl.load(r_in + rows, mask=first >= 0, other=0.0)
+            g = tl.where(inside, _norm_gradient(g, tl.load(x + at, mask=inside, other=0.0).to(wide), r, D), 0.0)
+        g += tl.load(dh + at, mask=inside, other=0.0)
+        tl.store(dy_out + at, g.to(dy_out.dtype.element_ty), mask=inside)
+        total += tl.sum(g, 0)
+    tl.store(dh_out + token * D + cols, total, mask=cols < D)
+
+
+@triton.jit
+def _gate(u):
+    """The sigmoid in GELU(u) = u gate(u), tanh form."""
+    return tl.sigmoid(1.5957691216057308 * (u + 0.044715 * u * u * u))
+
+
+@triton.jit
+def _activate(u, bias, out, N, K, WIDE: tl.constexpr, GELU: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    rows, cols = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.program_id(1) * C + tl.arange(0, C)
+    inside = (rows < N)[:, None] & (cols < K)[None, :]
+    at = rows[:, None] * K + cols[None, :]
+    value = tl.load(u + at, mask=inside, other=0.0).to(WIDE) + tl.load(bias + cols, mask=cols < K, other=0.0).to(WIDE)[None, :]
+    value = value * _gate(value) if GELU else tl.maximum(value, 0.0)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _activate_backward(
+    u, bias, grad, du, db_out, N, K, PER, WIDE: tl.constexpr, GELU: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):
+    """PER tiles of R rows, C columns: the gradient of u, and this program's share of the bias's."""
+    cols = tl.program_id(1) * C + tl.arange(0, C)
+    shift = tl.load(bias + cols, mask=cols < K, other=0.0).to(WIDE)[None, :]
+    total = tl.zeros((C,), WIDE)
+    for tile in range(0, PER):
+        rows = (tl.program_id(0).to(tl.int64) * PER + tile) * R + tl.arange(0, R)
+        inside = (rows < N)[:, None] & (cols < K)[None, :]
+        at = rows[:, None] * K + cols[None, :]
+        value = tl.load(u + at, mask=inside, other=0.0).to(WIDE) + shift
+        g = tl.load(grad + at, mask=inside, other=0.0).to(WIDE)
+        if GELU:
+            gate = _gate(value)
+            g *= gate + value * gate * (1.0 - gate) * 1.5957691216057308 * (1.0 + 0.134145 * value * value)
+        else:
+            g = tl.where(value > 0, g, 0.0)
+        tl.store(du + at, g.to(du.dtype.element_ty), mask=inside)
+        total += tl.sum(g, 0)
+    tl.store(db_out + tl.program_id(0) * K + cols, total, mask=cols < K)
+
+
+@triton.jit
+def _fold(w, bias, gain, shift, w_out, b_out, K, D, R: tl.constexpr, DP: tl.constexpr):
+    rows, cols = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, DP)
+    inside = (rows < K)[:, None] & (cols < D)[None, :]
+    at = rows[:, None] * D + cols[None, :]
+    value = tl.load(w + at, mask=inside, other=0.0)
+    gains, shifts = tl.load(gain + cols, mask=cols < D, other=0.0), tl.load(shift + cols, mask=cols < D, other=0.0)
+    tl.store(w_out + at, (value * gains[None, :]).to(w_out.dtype.element_ty), mask=inside)
+    tl.store(b_out + rows, tl.load(bias + rows, mask=rows < K, other=0.0) + tl.sum(value * shifts[None, :], 1), mask=rows < K)
+
+
+@triton.jit
+def _fold_backward(dw, db, w, gain, shift, dw_out, sums, K, D, R: tl.constexpr, DP: tl.constexpr):
+    """R rows of the matrix's gradient, and their shares of the gradients of gain and shift."""
+    rows, cols = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, DP)
+    inside = (rows < K)[:, None] & (cols < D)[None, :]
+    at = rows[:, None] * D + cols[None, :]
+    g, weight = tl.load(dw + at, mask=inside, other=0.0), tl.load(w + at, mask=inside, other=0.0)
+    gains, shifts = tl.load(gain + cols, mask=cols < D, other=0.0), tl.load(shift + cols, mask=cols < D, other=0.0)
+    d_bias = tl.load(db + rows, mask=rows < K, other=0.0)[:, None]
+    tl.store(dw_out + at, g * gains[None, :] + d_bias * shifts[None, :], mask=inside)
+    share = tl.program_id(0) * 2 * D + cols
+    tl.store(sums + share, tl.sum(g * weight, 0), mask=cols < D)
+    tl.store(sums + share + D, tl.sum(weight * d_bias, 0), mask=cols < D)
+
+
+def add_norm(h: Tensor, y: Tensor, bias: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    """As plain_add_norm; h is wide and so is the first result, the second has y's type."""
+    return _AddNorm.apply(h, y, bias, norm)
+
+
+def first_add_norm(h_BTD: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Packing) -> tuple[Tensor, Tensor]:
+    """The same where h is still that of tokens: row n has the token packing.row_index[n] of all B T."""
+    return _FirstAddNorm.apply(h_BTD, y, bias, norm, packing)
+
+
+def last_add_norm(h: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Packing) -> tuple[Tensor, Tensor]:
+    """The same where the stream is read only at the end of each prefix: (M, D), and the normed rows (N, D)."""
+    return _LastAddNorm.apply(h, y, bias, norm, packing)
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h: Tensor, y: Tensor, bias: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        h_out, x, r = _launch_add_norm(h, y, bias, y.new_empty(0, dtype=torch.int32), torch.empty_like(h), 0, norm)
+        ctx.save_for_backward(x, r)
+        ctx.norm = norm
+        return h_out, x
+
+    @staticmethod
+    def backward(ctx, dh: Tensor, dx: Tensor) -> tuple[Tensor | None, ...]:
+        x, r = ctx.saved_tensors
+        return *_launch_add_norm_backward(dh, dx, x, r, x.new_empty(0, dtype=torch.int32), 0, ctx.norm), None
+
+
+class _FirstAddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Packing) -> tuple[Tensor, Tensor]:
+        out = h.new_empty(y.shape)
+        h_out, x, r = _launch_add_norm(h.contiguous(), y, bias, packing.row_index, out, 1, norm)
+        ctx.save_for_backward(x, r)
+        ctx.norm, ctx.packing, ctx.shape = norm, packing, h.shape
+        return h_out, x
+
+    @staticmethod
+    def backward(ctx, dh: Tensor, dx: Tensor) -> tuple[Tensor | None, ...]:
+        x, r = ctx.saved_tensors
+        batch, time, width = ctx.shape
+        dh_out, dy = dh.new_empty(ctx.shape), torch.empty_like(x)
+        rows, padded, warps = _tile(width)
+        _first_add_norm_backward[(batch * time,)](
+            dh, dx, x, r, ctx.packing.row_of, dh_out, dy, time, width, ctx.norm.layer, rows, padded, num_warps=warps
+        )  # fmt: skip
+        return dh_out, dy, dh_out.sum((0, 1)), None, None
+
+
+class _LastAddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Packing) -> tuple[Tensor, Tensor]:
+        out = h.new_empty(len(packing.length), h.shape[1])
+        h_out, x, r = _launch_add_norm(h, y, bias, packing.last_slot, out, 2, norm)
+        ctx.save_for_backward(x, r)
+        ctx.norm, ctx.packing = norm, packing
+        return h_out, x
+
+    @staticmethod
+    def backward(ctx, dh: Tensor, dx: Tensor) -> tuple[Tensor | None, ...]:
+        x, r = ctx.saved_tensors
+        return *_launch_add_norm_backward(dh.contiguous(), dx, x, r, ctx.packing.last_slot, 2, ctx.norm), None, None
+
+
+def _launch_add_norm(h: Tensor, y: Tensor, bias: Tensor, index: Tensor, out: Tensor, kind: int, norm: Norm) -> list[Tensor]:
+    count, width = y.shape
+    x, r = torch.empty_like(y), h.new_empty(count if norm.layer else 0)
+    rows, padded, warps = _tile(width)
+    _add_norm[(triton.cdiv(count, rows),)](
+        h, y, bias, index, out, x, r, count, width, norm.eps, kind, norm.layer, rows, padded, num_warps=warps
+    )
+    return [out, x, r]
+
+
+def _launch_add_norm_backward(
+    dh: Tensor, dx: Tensor, x: Tensor, r: Tensor, index: Tensor, kind: int, norm: Norm
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of h, y and the bias."""
+    count, width = x.shape
+    rows, padded, warps = _tile(width)
+    per, programs = _shares(triton.cdiv(count, rows), PROGRAMS)
+    dh_out = dh.new_empty(count, width)
+    dy = dh_out if x.dtype == dh.dtype else torch.empty_like(x)
+    db = dh.new_empty(programs, width)
+    _add_norm_backward[(programs,)](
+        dh, dx.contiguous(), x, r, index, dh_out, dy, db, count, width, per, kind, norm.layer, dy is not dh_out, rows, padded,
+        num_warps=warps,
+    )  # fmt: skip
+    return dh_out, dy, db.sum(0)
+
+
+def activate(u: Tensor, bias: Tensor, gelu: bool) -> Tensor:
+    """As plain_activate, in u's type."""
+    return _Activate.apply(u, bias, gelu)
+
+
+class _Activate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, u: Tensor, bias: Tensor, gelu: bool) -> Tensor:
+        ctx.save_for_backward(u, bias)
+        ctx.gelu = gelu
+        out = torch.empty_like(u)
+        rows, cols = 32, 128
+        grid = (triton.cdiv(u.shape[0], rows), triton.cdiv(u.shape[1], cols))
+        _activate[grid](u, bias, out, *u.shape, _KINDS[bias.dtype], gelu, rows, cols, num_warps=4)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        u, bias = ctx.saved_tensors
+        rows, cols = 32, 128
+        across = triton.cdiv(u.shape[1], cols)
+        per, programs = _shares(triton.cdiv(u.shape[0], rows), triton.cdiv(2 * PROGRAMS, across))
+        du, db = torch.empty_like(u), bias.new_empty(programs, u.shape[1])
+        _activate_backward[(programs, across)](
+            u, bias, grad.contiguous(), du, db, *u.shape, per, _KINDS[bias.dtype], ctx.gelu, rows, cols, num_warps=4
+        )
+        return du, db.sum(0), None
+
+
+def fold(w: Tensor, bias: Tensor, gain: Tensor, shift: Tensor, half: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As plain_fold, the matrix in `half`. Not differentiable by itself: see fold_backward."""
+    w_out, b_out = torch.empty_like(w, dtype=half), torch.empty_like(bias)
+    rows, padded, warps = _tile(w.shape[1])
+    _fold[(triton.cdiv(w.shape[0], rows),)](w, bias, gain, shift, w_out, b_out, *w.shape, rows, padded, num_warps=warps)
+    return w_out, b_out
+
+
+def fold_backward(dw: Tensor, db: Tensor, w: Tensor, gain: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of w, gain and shift from those of the folded matrix and bias; the bias's own is db."""
+    rows, padded, warps = _tile(w.shape[1])
+    programs = triton.cdiv(w.shape[0], rows)
+    dw_out, sums = torch.empty_like(w), w.new_empty(programs, 2, w.shape[1])
+    _fold_backward[(programs,)](dw, db, w, gain, shift, dw_out, sums, *w.shape, rows, padded, num_warps=warps)
+    d_gain, d_shift = sums.sum(0)
+    return dw_out, d_gain, d_shift
+
+
+_KINDS = {torch.float32: tl.float32, torch.float64: tl.float64}
+
+
+def _tile(width: int) -> tuple[int, int, int]:
+    """Rows per tile, columns padded to a power of two, warps."""
+    padded = triton.next_power_of_2(width)
+    return max(1, min(32, 4096 // padded)), padded, 4
+
+
+def _shares(tiles: int, programs: int) -> tuple[int, int]:
+    """Tiles for each program, and how many programs that takes."""
+    per = triton.cdiv(tiles, programs)
+    return per, triton.cdiv(tiles, per)

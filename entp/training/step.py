@@ -1,0 +1,167 @@
+"""One optimizer step: eager, or the whole of it (forward, backward, update) replayed as one CUDA graph.
+
+A graph replays recorded kernels on fixed memory, so that the GPU never waits for Python: what bounds small models otherwise. It
+is recorded when the same shapes and the same prefixes have come a few times, and used whenever they come again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from entp.config import Run
+from entp.engine.api import choose, default_token_budget
+from entp.engine.layout import positions_of, split
+from entp.model import Transformer
+from entp.tasks.base import IGNORE, Batch
+from entp.training import checkpoint
+from entp.training.distributed import World, add_up_gradients
+from entp.training.evaluation import forward, loss_sum
+from entp.training.optim import learning_rate, restore_optimizer, save_optimizer, set_learning_rate
+
+EAGER_STEPS = 3
+"""Steps of the same shapes before they are recorded: kernels are compiled and optimizer state made in them."""
+MOST_GRAPHS = 4
+"""Graphs kept for different shapes: each holds the memory of a step."""
+
+
+@dataclass
+class State:
+    """All that changes while a run goes on."""
+
+    model: Transformer
+    optimizers: list[torch.optim.Optimizer]
+    step: int = 0
+    seconds: float = 0.0
+    best: dict[str, float] = field(default_factory=dict)
+
+    def save(self) -> dict[str, Any]:
+        """Everything but the weights, as plain values and tensors."""
+        states = [save_optimizer(o) for o in self.optimizers]
+        return {"step": self.step, "seconds": self.seconds, "best": self.best, "optimizers": states}
+
+    def restore(self, folder: Path) -> None:
+        """Continue from a checkpoint."""
+        saved = checkpoint.read_trainer(folder)
+        self.model.load_state_dict(checkpoint.load(folder).state_dict())
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            restore_optimizer(optimizer, state)
+        self.step, self.seconds, self.best = saved["step"], saved["seconds"], saved["best"]
+
+
+class Inputs(NamedTuple):
+    """A batch on the device, and how its prefixes are split."""
+
+    x: Tensor
+    y: Tensor
+    lengths: Tensor | None
+    parts: list[Tensor]
+    """Masks (B, T) on the CPU: the prefixes computed together."""
+    asked: int
+    """Targets in the whole batch, over all processes."""
+
+
+def train_step(
+    run: Run, state: State, batch: Batch, device: torch.device, world: World, stop: bool = False
+) -> tuple[Tensor, Tensor, bool]:
+    """One optimizer step. Returns the global loss, the gradient's norm and whether any process was told to stop.
+
+    In mode entp the prefixes are split by the token budget; the gradients of the parts add up to the same gradient.
+    """
+    set_learning_rate(state.optimizers, learning_rate(run.optim, state.step))
+    return _update(run, state, _inputs(run, state.model, batch, device, world), world, stop)
+
+
+def _inputs(run: Run, model: Transformer, batch: Batch, device: torch.device, world: World) -> Inputs:
+    asked = int((batch.y != IGNORE).sum())
+    batch = batch.part(world.rank, world.size)
+    at = torch.from_numpy(batch.y != IGNORE)
+    budget = run.train.token_budget or default_token_budget(model, device)
+    parts = list(split(at, budget)) if run.mode == "entp" else [at]
+    x, y = (torch.from_numpy(part).to(device, non_blocking=True) for part in (batch.x, batch.y))
+    lengths = None if batch.lengths is None else torch.from_numpy(batch.lengths).to(device)
+    return Inputs(x, y, lengths, parts, asked)
+
+
+def _update(run: Run, state: State, inputs: Inputs, world: World, stop: bool) -> tuple[Tensor, Tensor, bool]:
+    """Gradients of every part, added up, and the optimizers' step."""
+    model, total = state.model, torch.zeros((), device=inputs.x.device)
+    for optimizer in state.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    for part in inputs.parts:
+        outputs = forward(model, run, inputs.x, part, inputs.lengths)
+        targets = inputs.y.flatten().index_select(0, positions_of(part, inputs.y.device))
+        loss = loss_sum(run.task, outputs, targets) / inputs.asked
+        loss.backward()
+        total += loss.detach()
+    total, stop = add_up_gradients(list(model.parameters()), total, stop, world)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), run.optim.clip or float("inf"))
+    for optimizer in state.optimizers:
+        optimizer.step()
+    return total, norm, stop
+
+
+class Stepper:
+    """train_step for a whole run, by graphs where that is possible."""
+
+    def __init__(self, run: Run, state: State, device: torch.device, world: World) -> None:
+        self.run, self.state, self.device, self.world = run, state, device, world
+        self.seen: Counter[bytes] = Counter()
+        self.graphs: dict[bytes, _Recorded] = {}
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, batch: Batch, stop: bool = False) -> tuple[Tensor, Tensor, bool]:
+        """As train_step. On CUDA the loss and norm returned are overwritten by the next step."""
+        if self.stream is None or not self._can_record(batch):
+            return train_step(self.run, self.state, batch, self.device, self.world, stop)
+        set_learning_rate(self.state.optimizers, learning_rate(self.run.optim, self.state.step))
+        key = repr(batch.x.shape).encode() + (batch.y != IGNORE).tobytes()
+        if key not in self.graphs:
+            self.seen[key] += 1
+            if self.seen[key] <= EAGER_STEPS or len(self.graphs) >= MOST_GRAPHS:
+                return self._eager(batch, stop)
+            self.graphs[key] = _Recorded(self.run, self.state, self._to_device(batch), self.world, self.stream)
+        return *self.graphs[key].replay(batch), stop
+
+    def _can_record(self, batch: Batch) -> bool:
+        """One process, no padding, and an engine that does not wait for the device."""
+        run = self.run
+        if not run.train.graph or self.world.size > 1 or batch.lengths is not None:
+            return False
+        return run.mode != "entp" or choose(run.train.impl, self.device, self.state.model).impl == "triton"
+
+    def _to_device(self, batch: Batch) -> Inputs:
+        return _inputs(self.run, self.state.model, batch, self.device, self.world)
+
+    def _eager(self, batch: Batch, stop: bool) -> tuple[Tensor, Tensor, bool]:
+        """A step on the stream that recording will use."""
+        assert self.stream is not None
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            result = _update(self.run, self.state, self._to_device(batch), self.world, stop)
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        return result
+
+
+class _Recorded:
+    """A step of fixed shapes as a CUDA graph."""
+
+    def __init__(self, run: Run, state: State, inputs: Inputs, world: World, stream: torch.cuda.Stream) -> None:
+        self.inputs = inputs
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what eager steps used goes back: the graph brings its own memory
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=stream):
+            self.loss, self.norm, _ = _update(run, state, inputs, world, False)
+
+    def replay(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The recorded step on this batch: its loss and the gradient's norm."""
+        self.inputs.x.copy_(torch.from_numpy(batch.x), non_blocking=True)
+        self.inputs.y.copy_(torch.from_numpy(batch.y), non_blocking=True)
+        self.graph.replay()
+        return self.loss, self.norm

@@ -1,4 +1,4 @@
-"""The command line: `entp demo | train TASK | evaluate RUN | generate RUN | reproduce RECIPE | bench | tasks`.
+"""The command line: `entp demo | train TASK | evaluate RUN | generate RUN | reproduce RECIPE | bench WHAT | tasks`.
 
 Options come from dataclasses through tyro. What a user got wrong is one sentence on standard error and exit code 2.
 Heavy imports stay inside the commands, so that `entp --help` answers at once.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import json
 import os
@@ -19,10 +20,21 @@ from typing import Any, Literal, TypeVar
 from entp import __version__
 from entp.config import Run, run_from_json
 from entp.errors import InputError, TrainingStopped, one_of
-from entp.options import BenchOptions, DemoOptions, EvaluateOptions, GenerateOptions, ReproduceOptions, TrainOptions
+from entp.options import (
+    BenchGenerateOptions,
+    BenchScalingOptions,
+    BenchStepOptions,
+    DemoOptions,
+    EvaluateOptions,
+    GenerateOptions,
+    ReproduceOptions,
+    TrainOptions,
+)
 from entp.tasks.base import TASKS, Task, task_class
 
 Options = TypeVar("Options")
+BENCHES: dict[str, type] = {"step": BenchStepOptions, "generate": BenchGenerateOptions, "scaling": BenchScalingOptions}
+"""The benchmarks: each is the module entp.bench.NAME with `bench(options)` and `report(section)`."""
 
 
 def train_command(args: list[str]) -> int:
@@ -110,18 +122,24 @@ def reproduce_command(args: list[str]) -> int:
 
 
 def bench_command(args: list[str]) -> int:
-    """bench [step]: time, FLOPs and memory of a training step"""
-    if args and not args[0].startswith("-"):
-        if args[0] != "step":
-            raise one_of("benchmark", args[0], ["step"])
-        args = args[1:]
-    options = _parse(BenchOptions, args, "entp bench step")
-    from entp.bench import as_json, bench_step, report
+    """bench [WHAT]: time and memory: a training step, generation, growth with length"""
+    if args and args[0] in ("-h", "--help"):
+        about = [f"  {name:10} {(kind.__doc__ or '').strip()}" for name, kind in BENCHES.items()]
+        print("\n".join(["usage: entp bench [WHAT] [OPTIONS]      entp bench WHAT --help", "", *about, "", "default: step"]))
+        raise SystemExit(0)
+    what = args[0] if args and not args[0].startswith("-") else "step"
+    if what not in BENCHES:
+        raise one_of("benchmark", what, BENCHES)
+    options: Any = _parse(BENCHES[what], args[1:] if args[:1] == [what] else args, f"entp bench {what}")
+    from entp.bench import record
 
-    rows = bench_step(options)
-    print(report(options, rows))
     if options.out is not None:
-        options.out.write_text(json.dumps(as_json(options, rows), indent=1) + "\n")
+        record.read(options.out)  # a file that cannot be used is an error before the work, not after it
+    module = importlib.import_module(f"entp.bench.{what}")
+    section = module.bench(options)
+    print(module.report(section))
+    if options.out is not None:
+        print(f"\n{record.record(options.out, what, section)}")
     return 0
 
 

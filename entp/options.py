@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
+from entp.bench.shapes import CONTENDERS, named_shapes, split_list
 from entp.config import SIZES, Impl, Mode, OptimConfig, Run, TrainConfig, model_for
 from entp.errors import InputError
 from entp.tasks.base import Split, Task
 
 TaskType = TypeVar("TaskType", bound=Task)
+Size = Literal["small", "medium", "large", "small-deep"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class TrainOptions(Generic[TaskType]):
     """Sizes of the task."""
     mode: Mode = "entp"
     """How predictions attend: entp, decoder or prefix."""
-    size: Literal["small", "medium", "large", "small-deep"] | None = None
+    size: Size | None = None
     """One of the paper's sizes (small if not given)."""
     steps: int = 1000
     """Optimizer steps."""
@@ -151,25 +153,126 @@ class DemoOptions:
 
 
 @dataclass(frozen=True)
-class BenchOptions:
-    """Measure one training step with every prefix predicted, by each engine and by the decoder."""
+class BenchStepOptions:
+    """Measure one training step by the reference loop, by each engine and by the decoder of the same size."""
 
-    size: Literal["small", "medium", "large", "small-deep"] = "small"
-    """One of the paper's sizes."""
-    length: int = 64
-    """Tokens per sequence."""
-    batch: int = 8
-    """Sequences."""
+    size: Size | None = None
+    """One of the paper's sizes (small if not given)."""
+    length: int | None = None
+    """Tokens per sequence, a target at each (64 if not given)."""
+    batch: int | None = None
+    """Sequences (8 if not given)."""
+    shapes: str | None = None
+    """Named shapes instead of --size, --length and --batch: paper for all, or a list such as count3,small."""
+    contenders: str | None = None
+    """Who takes part, of reference, packed, triton and decoder, with commas (default: all that can run here)."""
     repeats: int = 5
-    """Timed steps of each contender, after one that is not timed."""
+    """Rounds in which every contender is timed."""
+    warmup: int | None = None
+    """Steps of each contender before that (default: 5 on CUDA, 1 on a CPU)."""
+    profile: bool = False
+    """Name the ten most expensive kernels of each contender but the reference (on a CPU: operators)."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:NUMBER."""
     out: Path | None = None
-    """Write the numbers to this JSON file as well."""
+    """Write the numbers to the section `step` of this JSON file as well, and draw its picture."""
 
     def __post_init__(self) -> None:
-        for name in ("length", "batch", "repeats"):
-            if getattr(self, name) < 1:
-                raise InputError(f"--{name} is {getattr(self, name)}: it must be at least 1.")
-        if self.out is not None and not self.out.parent.is_dir():
-            raise InputError(f"--out {self.out} is in a folder that does not exist: make {self.out.parent} first.")
+        _at_least(self, 1, "length", "batch", "repeats")
+        _at_least(self, 0, "warmup")
+        _check_out(self.out)
+        if self.contenders is not None:
+            split_list(self.contenders, "contender", list(CONTENDERS))
+        if self.shapes is not None:
+            named_shapes(self.shapes)
+            given = [f"--{name}" for name in ("size", "length", "batch") if getattr(self, name) is not None]
+            if given:
+                raise InputError(
+                    f"--shapes {self.shapes} decides what {' and '.join(given)} would: leave out one or the other."
+                )
+
+
+@dataclass(frozen=True)
+class BenchGenerateOptions:
+    """Measure generation with and without a cache, by ENTP and by the decoder of the same size."""
+
+    size: Size = "medium"
+    """One of the paper's sizes."""
+    batch: int | None = None
+    """Sequences (64 on CUDA, 4 on a CPU, if not given)."""
+    prompt: int = 16
+    """Tokens of each prompt."""
+    total: int = 64
+    """Tokens of each sequence in the end."""
+    vocab: int = 64
+    """Number of token ids."""
+    repeats: int = 5
+    """Timed generations of each contender."""
+    warmup: int | None = None
+    """Generations before that (default: 5 on CUDA, 1 on a CPU)."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:NUMBER."""
+    out: Path | None = None
+    """Write the numbers to the section `generate` of this JSON file as well, and draw its picture."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "batch", "prompt", "vocab", "repeats")
+        _at_least(self, 0, "warmup")
+        _check_out(self.out)
+        if self.total <= self.prompt:
+            raise InputError(
+                f"--total is {self.total}: it must be above --prompt {self.prompt}, so that something is generated."
+            )
+
+
+@dataclass(frozen=True)
+class BenchScalingOptions:
+    """Measure how time and memory of ENTP and of the decoder grow with the length of the sequence."""
+
+    lengths: str = "32,64,128,256,512,1024"
+    """Numbers of tokens, with commas; exponents are fitted to the upper half of them."""
+    size: Size = "small"
+    """One of the paper's sizes."""
+    batch: int = 1
+    """Sequences."""
+    repeats: int = 5
+    """Timed steps, and timed new tokens, of each."""
+    warmup: int | None = None
+    """Steps before that (default: 5 on CUDA, 1 on a CPU)."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:NUMBER."""
+    out: Path | None = None
+    """Write the numbers to the section `scaling` of this JSON file as well, and draw its picture."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "batch", "repeats")
+        _at_least(self, 0, "warmup")
+        _check_out(self.out)
+        self.numbers()
+
+    def numbers(self) -> list[int]:
+        """The lengths, ascending."""
+        try:
+            found = sorted({int(word) for word in self.lengths.split(",")})
+        except ValueError:
+            raise InputError(f"--lengths {self.lengths!r} is not a list of whole numbers such as 32,64,128.") from None
+        if len(found) < 3 or found[0] < 2:
+            raise InputError(f"--lengths {self.lengths}: at least three different lengths of at least 2 are needed for a fit.")
+        return found
+
+
+def _at_least(options: Any, least: int, *names: str) -> None:
+    """InputError for the first named option that is given and too small."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise InputError(f"--{name} is {value}: it must be at least {least}.")
+
+
+def _check_out(out: Path | None) -> None:
+    if out is None:
+        return
+    if not out.parent.is_dir():
+        raise InputError(f"--out {out} is in a folder that does not exist: make {out.parent} first.")
+    if out.suffix != ".json":
+        raise InputError(f"--out {out} must end in .json: the picture beside it takes the same name with .png.")

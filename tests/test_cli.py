@@ -42,12 +42,31 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"entp {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["train count3", "evaluate x", "generate x", "reproduce count3", "bench", "demo"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train count3",
+        "evaluate x",
+        "generate x",
+        "reproduce count3",
+        "bench",
+        "bench step",
+        "bench generate",
+        "bench scaling",
+        "demo",
+    ],
+)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main([*command.split(), "--help"])
     assert stop.value.code == 0
     assert f"usage: entp {command}" in capsys.readouterr().out
+
+
+def test_bench_lists_its_three(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    assert {"step", "generate", "scaling"} <= {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()}
 
 
 def test_train_offers_the_promised_flags(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +116,13 @@ def test_train_offers_the_promised_flags(capsys: pytest.CaptureFixture[str]) -> 
         ("demo --steps 4 --out runs/first/config.json", "cannot be used: Not a directory"),
         ("bench --out nowhere/x.json", "in a folder that does not exist: make nowhere first"),
         ("evaluate runs/first --batches 0", "batches is 0: at least 1 is needed"),
-        ("bench walk", "unknown benchmark 'walk'"),
+        ("bench walk", "unknown benchmark 'walk': allowed are step, generate, scaling"),
+        ("bench step --shapes count4", "unknown shape 'count4': allowed are count3, text, small-deep, small, paper"),
+        ("bench --shapes small --length 9", "--shapes small decides what --length would"),
+        ("bench --contenders loop", "unknown contender 'loop': allowed are reference, packed, triton, decoder"),
+        ("bench generate --total 4", "--total is 4: it must be above --prompt 16"),
+        ("bench scaling --lengths 8,16", "at least three different lengths"),
+        ("bench scaling --out speed.txt", "speed.txt must end in .json"),
         ("bench --repeats 0", "--repeats is 0: it must be at least 1"),
         ("tasks count9", "unknown task 'count9'"),
         ("tasks count3 --length 3", "seed_length 16 must be at least 1 and below"),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 WIDEST, LARGEST_HEAD = 1024, 128
 """Limits of the Triton kernels: a program holds whole rows, and whole heads."""
-BUSY = 26_000_000
+BUSY = 51_000_000
 """Numbers in an (N, D) matrix beyond which a larger chunk makes a GPU no faster (docs/engine.md)."""
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from entp.config import Run
+from entp.engine.api import triton_missing
 from entp.errors import InputError
 from entp.model import Transformer
 from entp.tasks.base import IGNORE, Batch, Split, Task
@@ -32,6 +33,10 @@ def loss_sum(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
     """The task's loss summed over rows: outputs (M, k), targets (M,)."""
     if task.loss == "squared_error":
         return F.mse_loss(outputs.float().squeeze(-1), targets.float(), reduction="sum")
+    if outputs.is_cuda and triton_missing(outputs.device) is None:
+        from entp.engine.triton.loss import cross_entropy
+
+        return cross_entropy(outputs, targets)
     return F.cross_entropy(outputs.float(), targets, reduction="sum")
 
 

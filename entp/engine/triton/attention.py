@@ -1,10 +1,11 @@
 """The middle layers: full attention inside every prefix, for all prefixes in one launch per class of lengths.
 
 Defined by `plain_prefix_attention`. Prefixes up to WHOLE rows fit one tile: a program holds all scores of one head of one
-prefix, and its backward pass needs nothing but q, k, v and the gradient. Longer ones stream over tiles of keys with a running
-maximum, and their backward pass is two kernels: one owns keys, one owns queries. No atomics: one program writes each output.
+prefix, goes from head to head while the next one's rows are on their way, and its backward pass needs nothing but q, k, v and
+the gradient. Longer ones stream over tiles of keys with a running maximum, and their backward pass is two kernels: one owns
+keys, one owns queries. No atomics: one program writes each output.
 
-The bias of q, k, v is added here, after the product, and its gradient added up here (see rows.py).
+The bias of q, k, v is part of them already; its gradient is added up here, where the gradient's rows are at hand.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from entp.engine.layout import Packing
+from entp.engine.triton.rows import KINDS, column_sums
 
 WHOLE = 128
 """Longest prefix whose scores are one tile."""
@@ -24,10 +26,10 @@ TILE = 64
 """Queries and keys of a tile beyond that."""
 
 
-def plain_prefix_attention(qkv: Tensor, bias: Tensor, packing: Packing, heads: int, scale: float) -> Tensor:
-    """(N, 3 D) and (3 D,) to (N, D): softmax(scale q k^T) v inside each prefix."""
+def plain_prefix_attention(qkv: Tensor, packing: Packing, heads: int, scale: float) -> Tensor:
+    """(N, 3 D) to (N, D): softmax(scale q k^T) v inside each prefix."""
     outputs = []
-    for (m, count), part in zip(packing.groups, (qkv + bias).split(packing.row_counts), strict=True):
+    for (m, count), part in zip(packing.groups, qkv.split(packing.row_counts), strict=True):
         q, k, v = part.view(count, m, 3, heads, -1).permute(2, 0, 3, 1, 4)
         outputs.append((torch.softmax(scale * q @ k.mT, -1) @ v).transpose(1, 2).reshape(count * m, -1))
     return torch.cat(outputs)
@@ -59,13 +61,11 @@ def _classes(packing: Packing) -> list[_Class]:
 
 
 @triton.jit
-def _part(qkv, bias, rows, real, part, h, H, d, DP: tl.constexpr):
-    """Rows of q (part 0), k (1) or v (2) of head h, with their bias, in the type of qkv."""
+def _part(qkv, rows, real, part, h, H, d, DP: tl.constexpr):
+    """Rows of q (part 0), k (1) or v (2) of head h."""
     e = tl.arange(0, DP)
-    column = (part * H + h) * d + e
-    tile = tl.load(qkv + rows[:, None] * (3 * H * d) + column[None, :], mask=real[:, None] & (e < d)[None, :], other=0.0)
-    shift = tl.load(bias + column, mask=e < d, other=0.0)
-    return (tile.to(shift.dtype) + shift[None, :]).to(qkv.dtype.element_ty)
+    at = rows[:, None] * (3 * H * d) + ((part * H + h) * d + e)[None, :]
+    return tl.load(qkv + at, mask=real[:, None] & (e < d)[None, :], other=0.0)
 
 
 @triton.jit
@@ -76,23 +76,43 @@ def _rows_of(out, rows, real, h, H, d, DP: tl.constexpr):
 
 
 @triton.jit
-def _attention_forward(
-    qkv, bias, bounds, out, lse, P0, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr, STREAM: tl.constexpr, TILE: tl.constexpr,
-    DP: tl.constexpr,
+def _attention_forward_whole(
+    qkv, bounds, out, P0, H, d, GROUP, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, DP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one head of one prefix over all its keys."""
+    """GROUP heads of one prefix that is one tile."""
+    p = P0 + tl.program_id(0)
+    start, end = tl.load(bounds + p).to(tl.int64), tl.load(bounds + p + 1).to(tl.int64)
+    rows, e = start + tl.arange(0, TILE), tl.arange(0, DP)
+    real = rows < end
+    for h in tl.range(tl.program_id(1) * GROUP, tl.minimum(H, tl.program_id(1) * GROUP + GROUP), num_stages=STAGES):
+        q, k = _part(qkv, rows, real, 0, h, H, d, DP), _part(qkv, rows, real, 1, h, H, d, DP)
+        v = _part(qkv, rows, real, 2, h, H, d, DP)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=WIDE) * SCALE
+        s = tl.where(real[None, :], s, float("-inf"))
+        weight = tl.exp(s - tl.max(s, 1)[:, None])
+        acc = tl.dot(weight.to(v.dtype), v, input_precision="ieee", out_dtype=WIDE) / tl.sum(weight, 1)[:, None]
+        at = rows[:, None] * (H * d) + (h * d + e)[None, :]
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=real[:, None] & (e < d)[None, :])
+
+
+@triton.jit
+def _attention_forward(
+    qkv, bounds, out, lse, P0, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, DP: tl.constexpr
+):
+    """One tile of queries of one head of a long prefix over all its keys."""
     p, h = P0 + tl.program_id(0), tl.program_id(1)
     start, end = tl.load(bounds + p).to(tl.int64), tl.load(bounds + p + 1).to(tl.int64)
     rows = start + tl.program_id(2) * TILE + tl.arange(0, TILE)
     if start + tl.program_id(2) * TILE < end:
         e = tl.arange(0, DP)
-        q = _part(qkv, bias, rows, rows < end, 0, h, H, d, DP)
+        q = _part(qkv, rows, rows < end, 0, h, H, d, DP)
         top = tl.full((TILE,), float("-inf"), WIDE)
         total = tl.zeros((TILE,), WIDE)
         acc = tl.zeros((TILE, DP), WIDE)
         for base in range(start, end, TILE):
             keys = base + tl.arange(0, TILE)
-            k, v = _part(qkv, bias, keys, keys < end, 1, h, H, d, DP), _part(qkv, bias, keys, keys < end, 2, h, H, d, DP)
+            k, v = _part(qkv, keys, keys < end, 1, h, H, d, DP), _part(qkv, keys, keys < end, 2, h, H, d, DP)
             s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=WIDE) * SCALE
             s = tl.where((keys < end)[None, :], s, float("-inf"))
             higher = tl.maximum(top, tl.max(s, 1))
@@ -102,8 +122,7 @@ def _attention_forward(
             acc = acc * decay[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee", out_dtype=WIDE)
         at = rows[:, None] * (H * d) + (h * d + e)[None, :]
         tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=(rows < end)[:, None] & (e < d)[None, :])
-        if STREAM:
-            tl.store(lse + rows * H + h, top + tl.log(total), mask=rows < end)
+        tl.store(lse + rows * H + h, top + tl.log(total), mask=rows < end)
 
 
 @triton.jit
@@ -118,27 +137,29 @@ def _store_part(dqkv, share, tile, rows, real, part, slot, h, H, d, DP: tl.const
 
 @triton.jit
 def _attention_backward_whole(
-    qkv, bias, bounds, grad, dqkv, share, P0, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
-    DP: tl.constexpr,
+    qkv, bounds, grad, dqkv, share, P0, H, d, GROUP, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
+    DP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One head of one prefix that is one tile."""
-    p, h = P0 + tl.program_id(0), tl.program_id(1)
+    """GROUP heads of one prefix that is one tile."""
+    p = P0 + tl.program_id(0)
     start, end = tl.load(bounds + p).to(tl.int64), tl.load(bounds + p + 1).to(tl.int64)
     rows = start + tl.arange(0, TILE)
     real = rows < end
-    q, k = _part(qkv, bias, rows, real, 0, h, H, d, DP), _part(qkv, bias, rows, real, 1, h, H, d, DP)
-    s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=WIDE) * SCALE
-    s = tl.where(real[None, :], s, float("-inf"))
-    weight = tl.exp(s - tl.max(s, 1)[:, None])
-    weight = tl.where(real[:, None], weight / tl.sum(weight, 1)[:, None], 0.0)
-    g = _rows_of(grad, rows, real, h, H, d, DP)
-    dv = tl.dot(tl.trans(weight.to(g.dtype)), g, input_precision="ieee", out_dtype=WIDE)
-    _store_part(dqkv, share, dv, rows, real, 2, p, h, H, d, DP)
-    v = _part(qkv, bias, rows, real, 2, h, H, d, DP)
-    dp = tl.dot(g, tl.trans(v), input_precision="ieee", out_dtype=WIDE)
-    ds = (weight * (dp - tl.sum(weight * dp, 1)[:, None]) * SCALE).to(q.dtype)
-    _store_part(dqkv, share, tl.dot(ds, k, input_precision="ieee", out_dtype=WIDE), rows, real, 0, p, h, H, d, DP)
-    _store_part(dqkv, share, tl.dot(tl.trans(ds), q, input_precision="ieee", out_dtype=WIDE), rows, real, 1, p, h, H, d, DP)
+    for h in tl.range(tl.program_id(1) * GROUP, tl.minimum(H, tl.program_id(1) * GROUP + GROUP), num_stages=STAGES):
+        q, k = _part(qkv, rows, real, 0, h, H, d, DP), _part(qkv, rows, real, 1, h, H, d, DP)
+        v, g = _part(qkv, rows, real, 2, h, H, d, DP), _rows_of(grad, rows, real, h, H, d, DP)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=WIDE) * SCALE
+        s = tl.where(real[None, :], s, float("-inf"))
+        weight = tl.exp(s - tl.max(s, 1)[:, None])
+        weight = tl.where(real[:, None], weight / tl.sum(weight, 1)[:, None], 0.0)
+        dp = tl.dot(g, tl.trans(v), input_precision="ieee", out_dtype=WIDE)
+        dv = tl.dot(tl.trans(weight.to(g.dtype)), g, input_precision="ieee", out_dtype=WIDE)
+        ds = (weight * (dp - tl.sum(weight * dp, 1)[:, None]) * SCALE).to(q.dtype)
+        dq = tl.dot(ds, k, input_precision="ieee", out_dtype=WIDE)
+        dk = tl.dot(tl.trans(ds), q, input_precision="ieee", out_dtype=WIDE)
+        _store_part(dqkv, share, dq, rows, real, 0, p, h, H, d, DP)
+        _store_part(dqkv, share, dk, rows, real, 1, p, h, H, d, DP)
+        _store_part(dqkv, share, dv, rows, real, 2, p, h, H, d, DP)
 
 
 @triton.jit
@@ -151,7 +172,7 @@ def _weights(q, k, rows, keys, end, lse, h, H, SCALE: tl.constexpr, WIDE: tl.con
 
 @triton.jit
 def _attention_backward_queries(
-    qkv, bias, bounds, grad, lse, delta, dqkv, share, P0, S0, TILES, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr,
+    qkv, bounds, grad, lse, delta, dqkv, share, P0, S0, TILES, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr,
     TILE: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head of a long prefix."""
@@ -159,12 +180,12 @@ def _attention_backward_queries(
     start, end = tl.load(bounds + p).to(tl.int64), tl.load(bounds + p + 1).to(tl.int64)
     rows = start + tile * TILE + tl.arange(0, TILE)
     if start + tile * TILE < end:
-        q, g = _part(qkv, bias, rows, rows < end, 0, h, H, d, DP), _rows_of(grad, rows, rows < end, h, H, d, DP)
+        q, g = _part(qkv, rows, rows < end, 0, h, H, d, DP), _rows_of(grad, rows, rows < end, h, H, d, DP)
         inner = tl.load(delta + rows * H + h, mask=rows < end, other=0.0)
         dq = tl.zeros((TILE, DP), WIDE)
         for base in range(start, end, TILE):
             keys = base + tl.arange(0, TILE)
-            k, v = _part(qkv, bias, keys, keys < end, 1, h, H, d, DP), _part(qkv, bias, keys, keys < end, 2, h, H, d, DP)
+            k, v = _part(qkv, keys, keys < end, 1, h, H, d, DP), _part(qkv, keys, keys < end, 2, h, H, d, DP)
             weight = _weights(q, k, rows, keys, end, lse, h, H, SCALE, WIDE)
             ds = weight * (tl.dot(g, tl.trans(v), input_precision="ieee", out_dtype=WIDE) - inner[:, None]) * SCALE
             dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee", out_dtype=WIDE)
@@ -173,7 +194,7 @@ def _attention_backward_queries(
 
 @triton.jit
 def _attention_backward_keys(
-    qkv, bias, bounds, grad, lse, delta, dqkv, share, P0, S0, TILES, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr,
+    qkv, bounds, grad, lse, delta, dqkv, share, P0, S0, TILES, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr,
     TILE: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one head of a long prefix."""
@@ -181,11 +202,11 @@ def _attention_backward_keys(
     start, end = tl.load(bounds + p).to(tl.int64), tl.load(bounds + p + 1).to(tl.int64)
     keys = start + tile * TILE + tl.arange(0, TILE)
     if start + tile * TILE < end:
-        k, v = _part(qkv, bias, keys, keys < end, 1, h, H, d, DP), _part(qkv, bias, keys, keys < end, 2, h, H, d, DP)
+        k, v = _part(qkv, keys, keys < end, 1, h, H, d, DP), _part(qkv, keys, keys < end, 2, h, H, d, DP)
         dk, dv = tl.zeros((TILE, DP), WIDE), tl.zeros((TILE, DP), WIDE)
         for base in range(start, end, TILE):
             rows = base + tl.arange(0, TILE)
-            q, g = _part(qkv, bias, rows, rows < end, 0, h, H, d, DP), _rows_of(grad, rows, rows < end, h, H, d, DP)
+            q, g = _part(qkv, rows, rows < end, 0, h, H, d, DP), _rows_of(grad, rows, rows < end, h, H, d, DP)
             inner = tl.load(delta + rows * H + h, mask=rows < end, other=0.0)
             weight = _weights(q, k, rows, keys, end, lse, h, H, SCALE, WIDE)
             dv += tl.dot(tl.trans(weight.to(g.dtype)), g, input_precision="ieee", out_dtype=WIDE)
@@ -197,7 +218,7 @@ def _attention_backward_keys(
 
 
 def prefix_attention(qkv: Tensor, bias: Tensor, packing: Packing, heads: int, scale: float) -> Tensor:
-    """As plain_prefix_attention; qkv in any type, bias in fp32 or float64."""
+    """As plain_prefix_attention; `bias`, in fp32 or float64, is what was added to qkv: it only gets its gradient."""
     return _PrefixAttention.apply(qkv, bias, packing, heads, scale)
 
 
@@ -208,42 +229,48 @@ class _PrefixAttention(torch.autograd.Function):
         out = qkv.new_empty(len(qkv), heads * size)
         long = packing.longest > WHOLE
         lse = bias.new_empty(len(qkv) if long else 0, heads)
+        ctx.kind = bias.dtype
         for c in _classes(packing):
-            _attention_forward[(c.count, heads, c.tiles)](
-                qkv, bias, packing.bounds, out, lse, c.first, heads, size, scale, _KINDS[bias.dtype], c.tiles > 1, c.tile,
-                **_padded(size, c.tile),
-            )  # fmt: skip
-        ctx.save_for_backward(qkv, bias, lse, *([out] if long else []))
+            fixed = {"SCALE": scale, "WIDE": KINDS[ctx.kind], "TILE": c.tile, "DP": max(16, triton.next_power_of_2(size))}
+            if c.tiles == 1:
+                group = _heads_together(c, heads)
+                _attention_forward_whole[(c.count, triton.cdiv(heads, group))](
+                    qkv, packing.bounds, out, c.first, heads, size, group, **fixed, STAGES=2, num_warps=_warps(c.tile)
+                )
+            else:
+                _attention_forward[(c.count, heads, c.tiles)](qkv, packing.bounds, out, lse, c.first, heads, size, **fixed)
+        ctx.save_for_backward(qkv, lse, *([out] if long else []))
         ctx.packing, ctx.heads, ctx.scale = packing, heads, scale
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        qkv, bias, lse, *out = ctx.saved_tensors
+        qkv, lse, *out = ctx.saved_tensors
         heads, bounds, grad = ctx.heads, ctx.packing.bounds, grad.contiguous()
         size = qkv.shape[1] // (3 * heads)
         classes = _classes(ctx.packing)
         dqkv = torch.empty_like(qkv)
-        slots = sum(c.count * c.tiles for c in classes)
-        share = (bias.new_zeros if out else bias.new_empty)(slots, qkv.shape[1])  # tiles past a prefix's end write nothing
+        make = torch.zeros if out else torch.empty  # tiles past the end of a long prefix write nothing
+        share = make(sum(c.count * c.tiles for c in classes), qkv.shape[1], dtype=ctx.kind, device=qkv.device)
         for c in classes:
-            common = (ctx.scale, _KINDS[bias.dtype], c.tile)
+            fixed = {"SCALE": ctx.scale, "WIDE": KINDS[ctx.kind], "TILE": c.tile, "DP": max(16, triton.next_power_of_2(size))}
             if c.tiles == 1:
-                _attention_backward_whole[(c.count, heads)](
-                    qkv, bias, bounds, grad, dqkv, share, c.first, heads, size, *common, **_padded(size, c.tile)
+                group = _heads_together(c, heads)
+                _attention_backward_whole[(c.count, triton.cdiv(heads, group))](
+                    qkv, bounds, grad, dqkv, share, c.first, heads, size, group, **fixed, STAGES=3, num_warps=_warps(c.tile)
                 )
                 continue
-            delta = (grad.to(bias.dtype) * out[0]).view(len(grad), heads, size).sum(-1)
+            delta = (grad.to(ctx.kind) * out[0]).view(len(grad), heads, size).sum(-1)
+            tables = (lse, delta, dqkv, share, c.first, c.first, c.tiles, heads, size)
             for kernel in (_attention_backward_queries, _attention_backward_keys):
-                kernel[(c.count, heads, c.tiles)](
-                    qkv, bias, bounds, grad, lse, delta, dqkv, share, c.first, c.first, c.tiles, heads, size, *common,
-                    **_padded(size, c.tile),
-                )  # fmt: skip
-        return dqkv, share.sum(0), None, None, None
+                kernel[(c.count, heads, c.tiles)](qkv, bounds, grad, *tables, **fixed)
+        return dqkv, column_sums(share), None, None, None
 
 
-_KINDS = {torch.float32: tl.float32, torch.float64: tl.float64}
+def _heads_together(c: _Class, heads: int) -> int:
+    """Heads that one program goes through: all, unless there are too few prefixes to fill the device."""
+    return heads if c.count * heads >= 4096 else 1
 
 
-def _padded(size: int, tile: int) -> dict[str, int]:
-    return {"DP": max(16, triton.next_power_of_2(size)), "num_warps": 8 if tile == 128 else 4 if tile >= 32 else 2}
+def _warps(tile: int) -> int:
+    return 8 if tile == 128 else 4 if tile == 64 else 2

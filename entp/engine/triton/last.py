@@ -97,4 +97,4 @@ class _QueryAttention(torch.autograd.Function):
 def _tiles(q: Tensor) -> dict[str, int]:
     padded = max(16, triton.next_power_of_2(q.shape[2]))
     heads = max(16, triton.next_power_of_2(q.shape[1]))
-    return {"ROWS": 32 if padded <= 512 else 16, "DP": padded, "HP": heads, "num_warps": 4 if padded <= 256 else 8}
+    return {"ROWS": 16, "DP": padded, "HP": heads, "num_warps": 2 if padded <= 512 else 4}

@@ -1,7 +1,7 @@
 """Matrix products on packed rows: inputs and outputs in half precision, gradients of the weights added up in fp32.
 
-`linear` is x W^T; `norm_linear` is the same with the gain and shift of the norm before it folded in (see rows.py). Biases are
-returned, not added: the kernel that reads the product adds them.
+`linear` is x W^T; `norm_linear` is the same with the gain and shift of the norm before it folded in (see rows.py). The kernel
+that reads a product returns the gradient of its bias, and adds the bias too unless the product has it already.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from entp.engine.triton.rows import fold, fold_backward
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
     """x (N, D) times w (K, D) transposed, in x's type."""
-    return _Linear.apply(x, w)
+    return _Linear.apply(x, w, None)
 
 
-def norm_linear(x: Tensor, layer: nn.Linear, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """layer(norm(.)) without its bias, for rows x that are normed but for gain and shift; and the bias to be added."""
+def norm_linear(x: Tensor, layer: nn.Linear, norm: nn.Module, *, add: bool = False) -> tuple[Tensor, Tensor]:
+    """layer(norm(.)) for rows x that are normed but for gain and shift, with its bias only if `add`; and that bias."""
     if not isinstance(norm, nn.LayerNorm):
-        return linear(x, layer.weight), layer.bias
-    return _NormLinear.apply(x, layer.weight, layer.bias, norm.weight, norm.bias)
+        return _Linear.apply(x, layer.weight, layer.bias if add else None), layer.bias
+    return _NormLinear.apply(x, layer.weight, layer.bias, norm.weight, norm.bias, add)
 
 
 def weight_gradient(grad: Tensor, x: Tensor, like: torch.dtype) -> Tensor:
@@ -31,31 +31,35 @@ def weight_gradient(grad: Tensor, x: Tensor, like: torch.dtype) -> Tensor:
     return (grad.T @ x).to(like)
 
 
+def _product(x: Tensor, half: Tensor, bias: Tensor | None) -> Tensor:
+    return x @ half.T if bias is None else torch.addmm(bias.to(x.dtype), x, half.T)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         half = w.to(x.dtype)
         ctx.save_for_backward(x, half)
         ctx.kind = w.dtype
-        return x @ half.T
+        return _product(x, half, bias)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, half = ctx.saved_tensors
         grad = grad.contiguous()
-        return grad @ half, weight_gradient(grad, x, ctx.kind)
+        return grad @ half, weight_gradient(grad, x, ctx.kind), None
 
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, bias: Tensor, gain: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx, x: Tensor, w: Tensor, bias: Tensor, gain: Tensor, shift: Tensor, add: bool) -> tuple[Tensor, Tensor]:
         half, folded = fold(w, bias, gain, shift, x.dtype)
         ctx.save_for_backward(x, half, w, gain, shift)
-        return x @ half.T, folded
+        return _product(x, half, folded if add else None), folded
 
     @staticmethod
-    def backward(ctx, grad: Tensor, d_bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def backward(ctx, grad: Tensor, d_bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, None]:
         x, half, w, gain, shift = ctx.saved_tensors
         grad = grad.contiguous()
         dw, d_gain, d_shift = fold_backward(weight_gradient(grad, x, w.dtype), d_bias, w, gain, shift)
-        return grad @ half, dw, d_bias, d_gain, d_shift
+        return grad @ half, dw, d_bias, d_gain, d_shift, None

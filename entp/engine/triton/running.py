@@ -18,7 +18,8 @@ from torch import Tensor
 
 from entp.engine.layout import Packing
 
-TOKENS = 16
+FORWARD, BACKWARD = 8, 16
+"""Tokens of a tile: one warp each."""
 
 
 @triton.jit
@@ -96,8 +97,8 @@ class _RunningAttention(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         q = q.to(wide) * scale  # here and not in the kernel, which would take the scale as fp32
         z = torch.empty(batch, heads, time, time, dtype=wide, device=q.device)
-        grid = (batch * heads, triton.cdiv(time, TOKENS))
-        _scan_forward[grid](q, k, v, row_of, out, z, heads, time, size, **_tiles(size))
+        grid = (batch * heads, triton.cdiv(time, FORWARD))
+        _scan_forward[grid](q, k, v, row_of, out, z, heads, time, size, **_tiles(FORWARD, size))
         ctx.save_for_backward(q, k, v, row_of, out, z)
         ctx.scale = scale
         return out
@@ -106,13 +107,15 @@ class _RunningAttention(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, row_of, out, z = ctx.saved_tensors
         batch, heads, time, size = q.shape
-        tiles = triton.cdiv(time, TOKENS)
+        tiles = triton.cdiv(time, BACKWARD)
         dq = torch.empty_like(q)
         dk, dv = (torch.empty(batch, heads, tiles, time, size, dtype=z.dtype, device=q.device) for _ in range(2))
-        shape = (heads, time, size, tiles)
-        _scan_backward[(batch * heads, tiles)](q, k, v, row_of, out, z, grad.contiguous(), dq, dk, dv, *shape, **_tiles(size))
+        shape, grad = (heads, time, size, tiles), grad.contiguous()
+        _scan_backward[(batch * heads, tiles)](
+            q, k, v, row_of, out, z, grad.contiguous(), dq, dk, dv, *shape, **_tiles(BACKWARD, size)
+        )
         return (dq * ctx.scale).to(k.dtype), dk.sum(2).to(k.dtype), dv.sum(2).to(v.dtype), None, None
 
 
-def _tiles(size: int) -> dict[str, int]:
-    return {"TOKENS": TOKENS, "DP": triton.next_power_of_2(size)}
+def _tiles(tokens: int, size: int) -> dict[str, int]:
+    return {"TOKENS": tokens, "DP": triton.next_power_of_2(size), "num_warps": 1}

@@ -71,7 +71,7 @@ def upper_layers(blocks: list[Block], h: Tensor, y: Tensor, packing: Packing) ->
     """Blocks 2..L, from the stream after block 1 without its last product y: (M, D)."""
     for before, block in itertools.pairwise(blocks[:-1]):
         h, x = add_norm(h, y, before.out.bias, _norm(block.norm_1))
-        qkv, bias = norm_linear(x, block.qkv, block.norm_1)
+        qkv, bias = norm_linear(x, block.qkv, block.norm_1, add=True)
         y = linear(prefix_attention(qkv, bias, packing, block.heads, block.scale), block.proj.weight)
         h, x = add_norm(h, y, block.proj.bias, _norm(block.norm_2))
         y = mlp(block, x)
@@ -84,19 +84,19 @@ def last_layer(block: Block, h_MD: Tensor, x_ND: Tensor, packing: Packing) -> Te
     As packed.last_layer, with the norm's gain and shift on the prefix's side too: gain (W_K^T q) takes the place of W_K^T q,
     and gain c + shift that of the context c.
     """
+    norm, half = block.norm_1, x_ND.dtype != h_MD.dtype
     w_q, w_k, w_v = block.qkv.weight.unflatten(0, (3, block.heads, -1)).unbind(0)  # (H, d, D) each
     b_q, _, b_v = block.qkv.bias.unflatten(0, (3, block.heads, -1)).unbind(0)
-    q_MHd = torch.einsum("md,hed->mhe", block.norm_1(h_MD), w_q) + b_q
-    q_MHD = torch.einsum("mhe,hed->mhd", q_MHd * block.scale, w_k)
-    if isinstance(block.norm_1, nn.LayerNorm):
-        q_MHD = q_MHD * block.norm_1.weight
-    context_MHD = query_attention(x_ND, q_MHD, packing)
-    if isinstance(block.norm_1, nn.LayerNorm):
-        context_MHD = context_MHD * block.norm_1.weight + block.norm_1.bias
-    attended = (torch.einsum("mhd,hed->mhe", context_MHD, w_v) + b_v).flatten(1)
-    half = x_ND.dtype != h_MD.dtype
     with torch.autocast(h_MD.device.type, dtype=x_ND.dtype if half else None, enabled=half):
-        return block.finish(h_MD, attended)
+        q_MHd = torch.einsum("md,hed->mhe", norm(h_MD), w_q) + b_q
+        q_MHD = torch.einsum("mhe,hed->mhd", q_MHd * block.scale, w_k)
+        if isinstance(norm, nn.LayerNorm):
+            q_MHD = q_MHD * norm.weight
+        context_MHD = query_attention(x_ND, q_MHD.to(h_MD.dtype), packing)
+        if isinstance(norm, nn.LayerNorm):
+            context_MHD = context_MHD * norm.weight + norm.bias
+        attended = torch.einsum("mhd,hed->mhe", context_MHD, w_v) + b_v
+        return block.finish(h_MD, attended.flatten(1))
 
 
 def _norm(norm: nn.Module) -> Norm:

@@ -1,0 +1,199 @@
+"""`entp bench step`: one training step by the paper's loop, by each fast engine and by the decoder of the same size."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from entp.bench.measure import Step, bench_device, default_warmup, prepare, release, take_turns, time_cells
+from entp.bench.profile import expensive_kernels, kernel_table
+from entp.bench.shapes import CONTENDERS, LABELS, Shape, named_shapes, reached, split_list
+from entp.config import ModelConfig, Run
+from entp.engine.api import choose, triton_missing
+from entp.engine.flops import Flops, decoder_flops, engine_flops, reference_flops
+from entp.model import Transformer
+from entp.options import BenchStepOptions
+from entp.table import format_table
+from entp.tasks.base import IGNORE
+from entp.tasks.counting import Match3
+from entp.training.distributed import World
+from entp.training.metrics import environment
+from entp.training.optim import make_optimizers
+from entp.training.step import State, Stepper
+
+FORMULAS: dict[str, Callable[[ModelConfig, Tensor], Flops]] = {
+    "reference": reference_flops,
+    "packed": engine_flops,
+    "triton": engine_flops,
+    "decoder": decoder_flops,
+}
+"""The operations over which each contender's rate is taken."""
+
+FAST_STEPS = 5
+"""Steps in a row that a contender other than the loop does in each round on CUDA, where they are short."""
+
+
+def make_step(run: Run, device: torch.device) -> Step:
+    """A function that does one training step of a run: forward, backward, optimizer."""
+    torch.manual_seed(0)
+    model = Transformer(run.model).to(device)
+    state = State(model, make_optimizers(model, run.optim))
+    batch = run.task.batch(0, "train", 0, run.batch)
+    stepper = Stepper(run, state, device, World())
+    return lambda: stepper(batch)
+
+
+def bench(options: BenchStepOptions) -> dict[str, Any]:
+    """Measure every shape; returns what a results file keeps and `report` prints."""
+    device = bench_device(options.device)
+    names = _contenders(options, device)
+    shapes = named_shapes(options.shapes) if options.shapes else [_shape(options)]
+    warmup = default_warmup(device) if options.warmup is None else options.warmup
+    measured = []
+    for shape in shapes:
+        measured.append(_measure(shape, names, options.repeats, warmup, options.profile, device))
+        release(device)
+    return {
+        "environment": environment(device, 1),
+        "config": {"contenders": names, "repeats": options.repeats, "warmup": warmup},
+        "shapes": measured,
+        "targets": [row for shape in measured for row in _targets(shape)] if device.type == "cuda" else [],
+    }
+
+
+def report(section: dict[str, Any]) -> str:
+    """The tables for a person."""
+    where = section["environment"]
+    parts = [f"one training step; {where['device']}, {where['threads']} threads, torch {where['torch']}"]
+    for shape in section["shapes"]:
+        parts.append(f"{_title(shape)}\n{_table(shape)}")
+        parts += [kernel_table(name, profile) for name, profile in shape.get("profile", {}).items()]
+    if section["targets"]:
+        parts.append(targets_table(section["targets"]))
+    return "\n\n".join(parts)
+
+
+def targets_table(targets: list[dict[str, Any]]) -> str:
+    """What is wanted, hoped for and reached; the names of measures are those of Target."""
+    head = ["ratio to the loop", "measure", "wanted", "aim", "reached", "met"]
+    rows = [
+        [
+            f"{t['shape']}, {t['contender']}",
+            t["measure"],
+            f"{t['wanted']:g}x",
+            f"{t['aim']:g}x",
+            f"{t['reached']:.2f}x",
+            t["met"],
+        ]
+        for t in targets
+    ]
+    return format_table(head, rows)
+
+
+def _contenders(options: BenchStepOptions, device: torch.device) -> list[str]:
+    """Who takes part: those asked for, or all that can run here. A contender asked for runs or is an error."""
+    if options.contenders is not None:
+        asked = split_list(options.contenders, "contender", list(CONTENDERS))
+        for name in asked:
+            choose(CONTENDERS[name][1], device)
+        return [name for name in CONTENDERS if name in asked]
+    kernels = device.type == "cuda" and triton_missing(device) is None
+    return [name for name in CONTENDERS if kernels or name != "triton"]
+
+
+def _shape(options: BenchStepOptions) -> Shape:
+    """The shape of --size, --length and --batch: a target at every position."""
+    task = Match3(length=options.length or 64)
+    return Shape("own", task, options.size or "small", options.batch or 8)
+
+
+def _measure(shape: Shape, names: list[str], repeats: int, warmup: int, profile: bool, device: torch.device) -> dict[str, Any]:
+    """All contenders on one shape. They are alive together, so that they can take turns."""
+    ready = {name: prepare(make_step, (shape.run(name),), device, warmup) for name in names}
+    steps = {name: step for name, (step, _) in ready.items()}
+    many = FAST_STEPS if device.type == "cuda" else 1
+    each = {name: 1 if name == "reference" else many for name in names}
+    seconds = take_turns(steps, device, repeats, each, f"bench {shape.name}")
+    wanted = torch.from_numpy(shape.task.batch(0, "train", 0, shape.batch).y != IGNORE)
+    flops = {name: FORMULAS[name](shape.run(name).model, wanted).total for name in names}
+    rows = [_row(name, seconds[name], flops[name], ready[name][1]) for name in names]
+    found = {**_describe(shape, wanted), "steps": _with_ratios(rows)}
+    if profile:
+        found["profile"] = {LABELS[n]: expensive_kernels(steps[n], device) for n in names if n != "reference"}
+    return found
+
+
+def _describe(shape: Shape, wanted: Tensor) -> dict[str, Any]:
+    """What the step computes."""
+    lengths = wanted.nonzero()[:, 1] + 1
+    return {
+        "name": shape.name,
+        "size": shape.size,
+        "batch": shape.batch,
+        "tokens": wanted.shape[1],
+        "prefixes": [int(lengths.min()), int(lengths.max())],
+        "rows": int(lengths.sum()),
+        "model": dataclasses.asdict(shape.run("decoder").model),
+    }
+
+
+def _row(name: str, seconds: list[float], flops: int, peak_bytes: int) -> dict[str, Any]:
+    median = statistics.median(seconds)
+    rate = flops / median / 1e12
+    return {
+        "name": LABELS[name],
+        "seconds": seconds,
+        "median": median,
+        "flops": flops,
+        "tflops_per_s": rate,
+        "peak_bytes": peak_bytes,
+    }
+
+
+def _with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each row with the loop's time and memory over its own; None where the loop did not take part."""
+    loop = next((row for row in rows if row["name"] == LABELS["reference"]), None)
+    if loop is None:
+        return [{**row, "ratio": None, "memory_ratio": None} for row in rows]
+    return [
+        {**row, "ratio": loop["median"] / row["median"], "memory_ratio": loop["peak_bytes"] / max(1, row["peak_bytes"])}
+        for row in rows
+    ]
+
+
+def _targets(shape: dict[str, Any]) -> list[dict[str, Any]]:
+    """The targets of a measured shape beside what it reached."""
+    time = {row["name"]: row["ratio"] for row in shape["steps"]}
+    memory = {row["name"]: row["memory_ratio"] for row in shape["steps"]}
+    return reached(shape["name"], {"time": time, "memory": memory})
+
+
+def _title(shape: dict[str, Any]) -> str:
+    first, last = shape["prefixes"]
+    name = "" if shape["name"] == "own" else f"{shape['name']}: "
+    outputs = shape["model"]["outputs"] or shape["model"]["vocab"]
+    return (
+        f"{name}{shape['size']}, {shape['batch']} sequences of {shape['tokens']} tokens, prefixes of {first} to {last}, "
+        f"{outputs} outputs"
+    )
+
+
+def _table(shape: dict[str, Any]) -> str:
+    head = ["", "ms (median)", "spread", "reference / this", "TFLOP/s", "peak memory MiB", "reference / this"]
+    rows = [
+        [
+            row["name"],
+            *time_cells(row["seconds"]),
+            "-" if row["ratio"] is None else f"{row['ratio']:.2f}x",
+            f"{row['tflops_per_s']:.3g}",
+            f"{row['peak_bytes'] / 2**20:.0f}",
+            "-" if row["memory_ratio"] is None else f"{row['memory_ratio']:.2f}x",
+        ]
+        for row in shape["steps"]
+    ]
+    return format_table(head, rows)

@@ -1,0 +1,119 @@
+"""`entp bench scaling`: fits recover what they should, and a real small run has every number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from entp.bench import scaling
+from entp.bench.shapes import RandomTokens
+from entp.config import ModelConfig, Run, model_for
+from entp.engine.flops import token_flops
+from entp.errors import InputError
+from entp.options import BenchScalingOptions
+
+LENGTHS = [32, 64, 128, 256, 512, 1024]
+
+
+@pytest.fixture(scope="module")
+def section() -> dict[str, Any]:
+    return scaling.bench(BenchScalingOptions("8,16,24", repeats=1, warmup=0, device="cpu"))
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0, 2.5, 3.0])
+def test_a_power_law_is_recovered_exactly(power: float) -> None:
+    exponent, error = scaling.fit_exponent(LENGTHS, [7e-5 * n**power for n in LENGTHS])
+    assert exponent == pytest.approx(power, abs=1e-9)
+    assert error == pytest.approx(0, abs=1e-9)
+
+
+def test_overheads_of_short_lengths_do_not_count() -> None:
+    values = [1.0, 1.0, 1.0, *(n**2.0 for n in LENGTHS[3:])]
+    assert scaling.fit_exponent(LENGTHS, values)[0] == pytest.approx(2)
+
+
+def test_the_standard_error_is_that_of_noise() -> None:
+    """Over many noisy fits, the spread of the exponents is the size of the standard errors, and the mean is right."""
+    rng = np.random.default_rng(0)
+    lengths = [2**k for k in range(3, 19)]
+    fits = [scaling.fit_exponent(lengths, [n**2 * np.exp(0.1 * rng.standard_normal()) for n in lengths]) for _ in range(300)]
+    exponents, errors = zip(*fits, strict=True)
+    assert np.mean(exponents) == pytest.approx(2, abs=0.01)
+    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(exponents), rel=0.15)
+
+
+def test_two_points_have_no_error() -> None:
+    assert scaling.fit_exponent([1, 2, 4], [9.0, 2.0, 8.0]) == (pytest.approx(2), None)
+
+
+@pytest.mark.slow
+def test_a_run_has_every_number(section: dict[str, Any]) -> None:
+    assert [point["n"] for point in section["points"]] == [8, 16, 24]
+    for point in section["points"]:
+        entp, decoder = point["entp"], point["decoder"]
+        assert entp["step_flops"] > decoder["step_flops"]
+        for mode in (entp, decoder):
+            assert len(mode["step_seconds"]) == len(mode["token_seconds"]) == 1
+            assert min(mode["step"], mode["token"]) > 0
+            assert mode["memory"] > 2**20
+            assert mode["parts"] == 1
+    fits = {(fit["what"], fit["mode"]): fit for fit in section["fits"]}
+    assert set(fits) == {(what, mode) for mode, what in scaling.ASYMPTOTIC}
+    assert all(fit["from_n"] == 16 for fit in fits.values())
+    assert fits["step", "decoder"]["flops_exponent"] == pytest.approx(1, abs=0.1)
+    assert 1.5 < fits["step", "entp"]["flops_exponent"] < 2.1
+    assert fits["memory", "entp"]["flops_exponent"] is None
+
+
+@pytest.mark.slow
+def test_the_report_has_both_tables(section: dict[str, Any]) -> None:
+    text = scaling.report(section)
+    assert "growth as n^p from n = 16" in text
+    for words in ("training step, entp", "one more token, decoder", "step's peak memory, entp", "p of exact FLOPs", "token ms"):
+        assert words in text
+
+
+def test_counts_tend_to_the_papers_powers() -> None:
+    """At lengths where attention dominates, exact operations grow as the paper's table says."""
+    config = ModelConfig(vocab=64, positions=64, layers=3, heads=3, width=192)
+    long = [2**k for k in range(14, 20)]
+    for mode in ("entp", "decoder"):
+        counts = [float(token_flops(config, n, mode).total) for n in long]
+        assert scaling.fit_exponent(long, counts)[0] == pytest.approx(scaling.ASYMPTOTIC[mode, "token"], abs=0.05)
+
+
+def test_a_step_beyond_the_budget_counts_its_parts() -> None:
+    task = RandomTokens(256, 64)
+    for mode, parts in (("entp", 2), ("decoder", 1)):
+        run = Run(task, model_for(task, "small"), mode, batch=1)  # type: ignore[arg-type]
+        assert scaling._counts(run, 256, torch.device("cpu"))["parts"] == parts
+
+
+@pytest.mark.parametrize("mode", ["entp", "decoder"])
+@pytest.mark.parametrize(("n", "repeats"), [(2, 3), (20, 5)])
+def test_tokens_are_timed_one_by_one(mode: Any, n: int, repeats: int) -> None:
+    config = ModelConfig(vocab=64, positions=n, layers=2, heads=2, width=8)
+    seconds = scaling.token_seconds(config, mode, n, 2, 2, repeats, torch.device("cpu"))
+    assert len(seconds) == repeats
+    assert min(seconds) > 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ("32,64", "at least three different lengths"),
+        ("32,32,32", "at least three different lengths"),
+        ("1,2,3", "of at least 2"),
+        ("32,many", "is not a list of whole numbers such as 32,64,128"),
+    ],
+)
+def test_bad_lengths_are_sentences(lengths: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        BenchScalingOptions(lengths)
+
+
+def test_lengths_are_sorted() -> None:
+    assert BenchScalingOptions("64, 8,16").numbers() == [8, 16, 64]

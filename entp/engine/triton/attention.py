@@ -264,7 +264,7 @@ class _PrefixAttention(torch.autograd.Function):
             tables = (lse, delta, dqkv, share, c.first, c.first, c.tiles, heads, size)
             for kernel in (_attention_backward_queries, _attention_backward_keys):
                 kernel[(c.count, heads, c.tiles)](qkv, bounds, grad, *tables, **fixed)
-        return dqkv, column_sums(share), None, None, None
+        return dqkv, column_sums(share, ctx.kind), None, None, None
 
 
 def _heads_together(c: _Class, heads: int) -> int:

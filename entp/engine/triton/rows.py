@@ -22,8 +22,8 @@ from torch import Tensor
 
 from entp.engine.layout import Packing
 
-PROGRAMS = 2112
-"""Programs that share the rows where columns are added up: sixteen for each of an H200's multiprocessors."""
+PROGRAMS = 1056
+"""Programs that share the rows where columns are added up: eight for each of an H200's multiprocessors."""
 
 
 class Norm(NamedTuple):
@@ -65,10 +65,10 @@ def _norm_gradient(g, x, r, D):
 
 @triton.jit
 def _add_norm(
-    h, y, bias, index, h_out, x_out, r_out, N, D, EPS: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr,
+    h, y, bias, index, h_out, x_out, last_out, r_out, N, D, EPS: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr,
     R: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """R rows. KIND 0: rows of h as they stand; 1: row n is h[index[n]]; 2: only rows with index[n] >= 0 go to h_out, there."""
+    """R rows. KIND 0: rows of h as they stand; 1: row n is h[index[n]]; 2: h_out and last_out take rows with index[n] >= 0."""
     rows, cols = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, DP)
     inside = (rows < N)[:, None] & (cols < D)[None, :]
     at = rows[:, None] * D + cols[None, :]
@@ -86,13 +86,16 @@ def _add_norm(
     if NORM:
         value, r = _normed(value, inside, D, EPS)
         tl.store(r_out + rows, r, mask=rows < N)
-    tl.store(x_out + at, value.to(x_out.dtype.element_ty), mask=inside)
+    value = value.to(x_out.dtype.element_ty)
+    tl.store(x_out + at, value, mask=inside)
+    if KIND == 2:
+        tl.store(last_out + slot[:, None] * D + cols[None, :], value, mask=inside & (slot >= 0)[:, None])
 
 
 @triton.jit
 def _add_norm_backward(
-    dh, dx, x, r_in, index, dh_out, dy_out, db_out, N, D, PER, KIND: tl.constexpr, NORM: tl.constexpr, COPY: tl.constexpr,
-    R: tl.constexpr, DP: tl.constexpr,
+    dh, dx, dlast, x, r_in, index, dh_out, dy_out, db_out, N, D, PER, KIND: tl.constexpr, NORM: tl.constexpr,
+    COPY: tl.constexpr, R: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """PER tiles of R rows: the gradient of h, its rounded copy for y, and this program's share of the bias's."""
     cols = tl.arange(0, DP)
@@ -103,12 +106,15 @@ def _add_norm_backward(
         inside = (rows < N)[:, None] & (cols < D)[None, :]
         at = rows[:, None] * D + cols[None, :]
         g = tl.load(dx + at, mask=inside, other=0.0).to(wide)
+        if KIND == 2:
+            slot = tl.load(index + rows, mask=rows < N, other=-1).to(tl.int64)
+            there, real = slot[:, None] * D + cols[None, :], inside & (slot >= 0)[:, None]
+            g += tl.load(dlast + there, mask=real, other=0.0).to(wide)
         if NORM:
             r = tl.load(r_in + rows, mask=rows < N, other=0.0)
             g = tl.where(inside, _norm_gradient(g, tl.load(x + at, mask=inside, other=0.0).to(wide), r, D), 0.0)
         if KIND == 2:
-            slot = tl.load(index + rows, mask=rows < N, other=-1).to(tl.int64)
-            g += tl.load(dh + slot[:, None] * D + cols[None, :], mask=inside & (slot >= 0)[:, None], other=0.0)
+            g += tl.load(dh + there, mask=real, other=0.0)
         else:
             g += tl.load(dh + at, mask=inside, other=0.0)
         tl.store(dh_out + at, g, mask=inside)
@@ -219,86 +225,134 @@ def first_add_norm(h_BTD: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: 
     return _FirstAddNorm.apply(h_BTD, y, bias, norm, packing)
 
 
-def last_add_norm(h: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Packing) -> tuple[Tensor, Tensor]:
-    """The same where the stream is read only at the end of each prefix: (M, D), and the normed rows (N, D)."""
+def last_add_norm(h: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
+    """The same where the stream is read only at the end of each prefix: (M, D); normed rows, all (N, D) and there (M, D)."""
     return _LastAddNorm.apply(h, y, bias, norm, packing)
 
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h: Tensor, y: Tensor, bias: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        h_out, x, r = _launch_add_norm(h, y, bias, y.new_empty(0, dtype=torch.int32), torch.empty_like(h), 0, norm)
+        out = torch.empty_like(h)
+        x, r = _launch_add_norm(h, y, bias, None, out, None, 0, norm)
         ctx.save_for_backward(x, r)
         ctx.norm = norm
-        return h_out, x
+        return out, x
 
     @staticmethod
     def backward(ctx, dh: Tensor, dx: Tensor) -> tuple[Tensor | None, ...]:
         x, r = ctx.saved_tensors
-        return *_launch_add_norm_backward(dh, dx, x, r, x.new_empty(0, dtype=torch.int32), 0, ctx.norm), None
+        return *_launch_add_norm_backward(dh, dx, None, x, r, None, 0, ctx.norm), None
 
 
 class _FirstAddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Packing) -> tuple[Tensor, Tensor]:
         out = h.new_empty(y.shape)
-        h_out, x, r = _launch_add_norm(h.contiguous(), y, bias, packing.row_index, out, 1, norm)
+        x, r = _launch_add_norm(h.contiguous(), y, bias, packing.row_index, out, None, 1, norm)
         ctx.save_for_backward(x, r)
         ctx.norm, ctx.packing, ctx.shape = norm, packing, h.shape
-        return h_out, x
+        return out, x
 
     @staticmethod
     def backward(ctx, dh: Tensor, dx: Tensor) -> tuple[Tensor | None, ...]:
         x, r = ctx.saved_tensors
         batch, time, width = ctx.shape
         dh_out, dy = dh.new_empty(ctx.shape), torch.empty_like(x)
-        rows, padded, warps = _tile(width)
+        tile = _tile(width)
         _first_add_norm_backward[(batch * time,)](
-            dh, dx, x, r, ctx.packing.row_of, dh_out, dy, time, width, ctx.norm.layer, rows, padded, num_warps=warps
-        )  # fmt: skip
-        return dh_out, dy, column_sums(dh_out.flatten(0, 1)), None, None
+            dh, dx, x, r, ctx.packing.row_of, dh_out, dy, time, width, ctx.norm.layer, **tile
+        )
+        return dh_out, dy, column_sums(dh_out.flatten(0, 1), dh.dtype), None, None
 
 
 class _LastAddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Packing) -> tuple[Tensor, Tensor]:
-        out = h.new_empty(len(packing.length), h.shape[1])
-        h_out, x, r = _launch_add_norm(h, y, bias, packing.last_slot, out, 2, norm)
+    def forward(ctx, h: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
+        out, last = h.new_empty(len(packing.length), h.shape[1]), y.new_empty(len(packing.length), h.shape[1])
+        x, r = _launch_add_norm(h, y, bias, packing.last_slot, out, last, 2, norm)
         ctx.save_for_backward(x, r)
         ctx.norm, ctx.packing = norm, packing
-        return h_out, x
+        return out, x, last
 
     @staticmethod
-    def backward(ctx, dh: Tensor, dx: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, dh: Tensor, dx: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
         x, r = ctx.saved_tensors
-        return *_launch_add_norm_backward(dh.contiguous(), dx, x, r, ctx.packing.last_slot, 2, ctx.norm), None, None
+        slots = ctx.packing.last_slot
+        return *_launch_add_norm_backward(dh.contiguous(), dx, dlast.contiguous(), x, r, slots, 2, ctx.norm), None, None
 
 
-def _launch_add_norm(h: Tensor, y: Tensor, bias: Tensor, index: Tensor, out: Tensor, kind: int, norm: Norm) -> list[Tensor]:
+def _launch_add_norm(
+    h: Tensor, y: Tensor, bias: Tensor, index: Tensor | None, out: Tensor, last: Tensor | None, kind: int, norm: Norm
+) -> tuple[Tensor, Tensor]:
+    """Fills out and last; returns the normed rows and 1 over their standard deviations."""
     count, width = y.shape
     x, r = torch.empty_like(y), h.new_empty(count if norm.layer else 0)
-    rows, padded, warps = _tile(width)
-    _add_norm[(triton.cdiv(count, rows),)](
-        h, y, bias, index, out, x, r, count, width, norm.eps, kind, norm.layer, rows, padded, num_warps=warps
-    )
-    return [out, x, r]
+    tile = _tile(width)
+    _add_norm[(triton.cdiv(count, tile["R"]),)](
+        h, y, bias, index, out, x, last, r, count, width, norm.eps, kind, norm.layer, **tile
+    )  # fmt: skip
+    return x, r
 
 
 def _launch_add_norm_backward(
-    dh: Tensor, dx: Tensor, x: Tensor, r: Tensor, index: Tensor, kind: int, norm: Norm
+    dh: Tensor, dx: Tensor, dlast: Tensor | None, x: Tensor, r: Tensor, index: Tensor | None, kind: int, norm: Norm
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of h, y and the bias."""
     count, width = x.shape
-    rows, padded, warps = _tile(width)
-    per, programs = _shares(triton.cdiv(count, rows), PROGRAMS)
+    tile = _tile(width)
+    per, programs = _shares(triton.cdiv(count, tile["R"]), PROGRAMS)
     dh_out = dh.new_empty(count, width)
     dy = dh_out if x.dtype == dh.dtype else torch.empty_like(x)
     db = dh.new_empty(programs, width)
     _add_norm_backward[(programs,)](
-        dh, dx.contiguous(), x, r, index, dh_out, dy, db, count, width, per, kind, norm.layer, dy is not dh_out, rows, padded,
-        num_warps=warps,
-    )  # fmt: skip
-    return dh_out, dy, column_sums(db)
+        dh, dx.contiguous(), dlast, x, r, index, dh_out, dy, db, count, width, per, kind, norm.layer, dy is not dh_out, **tile
+    )
+    return dh_out, dy, column_sums(db, db.dtype)
+
+
+@triton.jit
+def _norm_rows(h, x_out, r_out, N, D, EPS: tl.constexpr, R: tl.constexpr, DP: tl.constexpr):
+    rows, cols = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, DP)
+    inside = (rows < N)[:, None] & (cols < D)[None, :]
+    at = rows[:, None] * D + cols[None, :]
+    x, r = _normed(tl.load(h + at, mask=inside, other=0.0), inside, D, EPS)
+    tl.store(x_out + at, x.to(x_out.dtype.element_ty), mask=inside)
+    tl.store(r_out + rows, r, mask=rows < N)
+
+
+@triton.jit
+def _norm_rows_backward(dx, x, r_in, dh_out, N, D, R: tl.constexpr, DP: tl.constexpr):
+    rows, cols = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, DP)
+    inside = (rows < N)[:, None] & (cols < D)[None, :]
+    at = rows[:, None] * D + cols[None, :]
+    g = tl.load(dx + at, mask=inside, other=0.0).to(dh_out.dtype.element_ty)
+    value = tl.load(x + at, mask=inside, other=0.0).to(dh_out.dtype.element_ty)
+    g = _norm_gradient(g, value, tl.load(r_in + rows, mask=rows < N, other=0.0), D)
+    tl.store(dh_out + at, g, mask=inside)
+
+
+def normed(h: Tensor, norm: Norm, half: torch.dtype) -> Tensor:
+    """Rows h (N, D) normed, without gain and shift, in `half`; as they are without a norm."""
+    return _Normed.apply(h, norm.eps, half) if norm.layer else h.to(half)
+
+
+class _Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h: Tensor, eps: float, half: torch.dtype) -> Tensor:
+        h = h.contiguous()
+        x, r = torch.empty_like(h, dtype=half), h.new_empty(len(h))
+        tile = _tile(h.shape[1])
+        _norm_rows[(triton.cdiv(len(h), tile["R"]),)](h, x, r, *h.shape, eps, **tile)
+        ctx.save_for_backward(x, r)
+        return x
+
+    @staticmethod
+    def backward(ctx, dx: Tensor) -> tuple[Tensor, None, None]:
+        x, r = ctx.saved_tensors
+        dh, tile = torch.empty_like(x, dtype=r.dtype), _tile(x.shape[1])
+        _norm_rows_backward[(triton.cdiv(len(x), tile["R"]),)](dx.contiguous(), x, r, dh, *x.shape, **tile)
+        return dh, None, None
 
 
 def activate(u: Tensor, bias: Tensor, gelu: bool) -> Tensor:
@@ -312,7 +366,7 @@ class _Activate(torch.autograd.Function):
         ctx.save_for_backward(u, bias)
         ctx.gelu = gelu
         out = torch.empty_like(u)
-        rows, cols = 8, 512
+        rows, cols = 8, _columns(u.shape[1])
         grid = (triton.cdiv(u.shape[0], rows), triton.cdiv(u.shape[1], cols))
         _activate[grid](u, bias, out, *u.shape, KINDS[bias.dtype], gelu, rows, cols, num_warps=8)
         return out
@@ -320,14 +374,19 @@ class _Activate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         u, bias = ctx.saved_tensors
-        rows, cols = 16, 512
-        across = triton.cdiv(u.shape[1], cols)
+        cols = _columns(u.shape[1])
+        rows, across = 8192 // cols, triton.cdiv(u.shape[1], cols)
         per, programs = _shares(triton.cdiv(u.shape[0], rows), triton.cdiv(PROGRAMS, across))
         du, db = torch.empty_like(u), bias.new_empty(programs, u.shape[1])
         _activate_backward[(programs, across)](
             u, bias, grad.contiguous(), du, db, *u.shape, per, KINDS[bias.dtype], ctx.gelu, rows, cols, num_warps=4
         )
-        return du, column_sums(db), None
+        return du, column_sums(db, db.dtype), None
+
+
+def _columns(width: int) -> int:
+    """Columns of a tile: the largest power of two up to 512 that divides the width, or 128."""
+    return max(128, min(512, width & -width))
 
 
 @triton.jit
@@ -337,13 +396,14 @@ def _column_sums(part, out, P, K, R: tl.constexpr, C: tl.constexpr):
     for start in range(0, P, R):
         rows = (start + tl.arange(0, R)).to(tl.int64)
         at = rows[:, None] * K + cols[None, :]
-        total += tl.sum(tl.load(part + at, mask=(rows < P)[:, None] & (cols < K)[None, :], other=0.0), 0)
+        value = tl.load(part + at, mask=(rows < P)[:, None] & (cols < K)[None, :], other=0.0)
+        total += tl.sum(value.to(out.dtype.element_ty), 0)
     tl.store(out + cols, total, mask=cols < K)
 
 
-def column_sums(part: Tensor) -> Tensor:
-    """part.sum(0) of a matrix with far more rows than a reduction over rows likes, in a fixed order."""
-    out = part.new_empty(part.shape[1])
+def column_sums(part: Tensor, kind: torch.dtype) -> Tensor:
+    """part.sum(0) in `kind`, of a matrix with far more rows than a reduction over rows likes, in a fixed order."""
+    out = torch.empty(part.shape[1], dtype=kind, device=part.device)
     _column_sums[(triton.cdiv(part.shape[1], 8),)](part, out, *part.shape, 256, 8, num_warps=4)
     return out
 
@@ -351,28 +411,28 @@ def column_sums(part: Tensor) -> Tensor:
 def fold(w: Tensor, bias: Tensor, gain: Tensor, shift: Tensor, half: torch.dtype) -> tuple[Tensor, Tensor]:
     """As plain_fold, the matrix in `half`. Not differentiable by itself: see fold_backward."""
     w_out, b_out = torch.empty_like(w, dtype=half), torch.empty_like(bias)
-    rows, padded, warps = _tile(w.shape[1])
-    _fold[(triton.cdiv(w.shape[0], rows),)](w, bias, gain, shift, w_out, b_out, *w.shape, rows, padded, num_warps=warps)
+    tile = _tile(w.shape[1])
+    _fold[(triton.cdiv(w.shape[0], tile["R"]),)](w, bias, gain, shift, w_out, b_out, *w.shape, **tile)
     return w_out, b_out
 
 
 def fold_backward(dw: Tensor, db: Tensor, w: Tensor, gain: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of w, gain and shift from those of the folded matrix and bias; the bias's own is db."""
-    rows, padded, warps = _tile(w.shape[1])
-    programs = triton.cdiv(w.shape[0], rows)
+    tile = _tile(w.shape[1])
+    programs = triton.cdiv(w.shape[0], tile["R"])
     dw_out, sums = torch.empty_like(w), w.new_empty(programs, 2, w.shape[1])
-    _fold_backward[(programs,)](dw, db, w, gain, shift, dw_out, sums, *w.shape, rows, padded, num_warps=warps)
-    d_gain, d_shift = column_sums(sums.flatten(1)).view(2, -1)
+    _fold_backward[(programs,)](dw, db, w, gain, shift, dw_out, sums, *w.shape, **tile)
+    d_gain, d_shift = column_sums(sums.flatten(1), sums.dtype).view(2, -1)
     return dw_out, d_gain, d_shift
 
 
 KINDS = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
-def _tile(width: int) -> tuple[int, int, int]:
-    """Rows per tile, columns padded to a power of two, warps."""
+def _tile(width: int) -> dict[str, int]:
+    """Rows of a tile, its columns padded to a power of two, and warps."""
     padded = triton.next_power_of_2(width)
-    return max(1, min(16, 2048 // padded)), padded, 2 if padded <= 512 else 4
+    return {"R": max(1, min(16, 2048 // padded)), "DP": padded, "num_warps": 2 if padded <= 512 else 4}
 
 
 def _shares(tiles: int, programs: int) -> tuple[int, int]:

@@ -76,24 +76,33 @@ def _rows_of(out, rows, real, h, H, d, DP: tl.constexpr):
 
 
 @triton.jit
+def _softmax(q, k, real, SCALE: tl.constexpr, WIDE: tl.constexpr):
+    """Attention of queries to all keys of a prefix."""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=WIDE) * SCALE
+    s = tl.where(real[None, :], s, float("-inf"))
+    weight = tl.exp(s - tl.max(s, 1)[:, None])
+    return weight / tl.sum(weight, 1)[:, None]
+
+
+@triton.jit
 def _attention_forward_whole(
     qkv, bounds, out, P0, H, d, GROUP, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, DP: tl.constexpr,
-    STAGES: tl.constexpr,
+    QUERIES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """GROUP heads of one prefix that is one tile."""
+    """GROUP heads of one prefix whose keys are one tile, QUERIES at a time."""
     p = P0 + tl.program_id(0)
     start, end = tl.load(bounds + p).to(tl.int64), tl.load(bounds + p + 1).to(tl.int64)
-    rows, e = start + tl.arange(0, TILE), tl.arange(0, DP)
-    real = rows < end
+    keys, e = start + tl.arange(0, TILE), tl.arange(0, DP)
+    real = keys < end
     for h in tl.range(tl.program_id(1) * GROUP, tl.minimum(H, tl.program_id(1) * GROUP + GROUP), num_stages=STAGES):
-        q, k = _part(qkv, rows, real, 0, h, H, d, DP), _part(qkv, rows, real, 1, h, H, d, DP)
-        v = _part(qkv, rows, real, 2, h, H, d, DP)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=WIDE) * SCALE
-        s = tl.where(real[None, :], s, float("-inf"))
-        weight = tl.exp(s - tl.max(s, 1)[:, None])
-        acc = tl.dot(weight.to(v.dtype), v, input_precision="ieee", out_dtype=WIDE) / tl.sum(weight, 1)[:, None]
-        at = rows[:, None] * (H * d) + (h * d + e)[None, :]
-        tl.store(out + at, acc.to(out.dtype.element_ty), mask=real[:, None] & (e < d)[None, :])
+        k, v = _part(qkv, keys, real, 1, h, H, d, DP), _part(qkv, keys, real, 2, h, H, d, DP)
+        for first in tl.static_range(0, TILE, QUERIES):
+            rows = start + first + tl.arange(0, QUERIES)
+            q = _part(qkv, rows, rows < end, 0, h, H, d, DP)
+            weight = _softmax(q, k, real, SCALE, WIDE)
+            acc = tl.dot(weight.to(v.dtype), v, input_precision="ieee", out_dtype=WIDE)
+            at = rows[:, None] * (H * d) + (h * d + e)[None, :]
+            tl.store(out + at, acc.to(out.dtype.element_ty), mask=(rows < end)[:, None] & (e < d)[None, :])
 
 
 @triton.jit
@@ -126,40 +135,49 @@ def _attention_forward(
 
 
 @triton.jit
-def _store_part(dqkv, share, tile, rows, real, part, slot, h, H, d, DP: tl.constexpr):
-    """Gradients of q, k or v, and their sum over rows as this program's share of the bias's."""
+def _store_part(dqkv, tile, rows, real, part, h, H, d, DP: tl.constexpr):
+    """Gradients of q, k or v."""
     e = tl.arange(0, DP)
-    column = (part * H + h) * d + e
-    at = rows[:, None] * (3 * H * d) + column[None, :]
+    at = rows[:, None] * (3 * H * d) + ((part * H + h) * d + e)[None, :]
     tl.store(dqkv + at, tile.to(dqkv.dtype.element_ty), mask=real[:, None] & (e < d)[None, :])
-    tl.store(share + slot * (3 * H * d) + column, tl.sum(tile, 0), mask=e < d)
+
+
+@triton.jit
+def _store_share(share, total, part, slot, h, H, d, DP: tl.constexpr):
+    """Their sum over rows, this program's share of the bias's gradient."""
+    e = tl.arange(0, DP)
+    tl.store(share + slot.to(tl.int64) * (3 * H * d) + (part * H + h) * d + e, total, mask=e < d)
 
 
 @triton.jit
 def _attention_backward_whole(
     qkv, bounds, grad, dqkv, share, P0, H, d, GROUP, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
-    DP: tl.constexpr, STAGES: tl.constexpr,
+    DP: tl.constexpr, QUERIES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """GROUP heads of one prefix that is one tile."""
+    """GROUP heads of one prefix whose keys are one tile, QUERIES at a time."""
     p = P0 + tl.program_id(0)
     start, end = tl.load(bounds + p).to(tl.int64), tl.load(bounds + p + 1).to(tl.int64)
-    rows = start + tl.arange(0, TILE)
-    real = rows < end
+    keys = start + tl.arange(0, TILE)
+    real = keys < end
     for h in tl.range(tl.program_id(1) * GROUP, tl.minimum(H, tl.program_id(1) * GROUP + GROUP), num_stages=STAGES):
-        q, k = _part(qkv, rows, real, 0, h, H, d, DP), _part(qkv, rows, real, 1, h, H, d, DP)
-        v, g = _part(qkv, rows, real, 2, h, H, d, DP), _rows_of(grad, rows, real, h, H, d, DP)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=WIDE) * SCALE
-        s = tl.where(real[None, :], s, float("-inf"))
-        weight = tl.exp(s - tl.max(s, 1)[:, None])
-        weight = tl.where(real[:, None], weight / tl.sum(weight, 1)[:, None], 0.0)
-        dp = tl.dot(g, tl.trans(v), input_precision="ieee", out_dtype=WIDE)
-        dv = tl.dot(tl.trans(weight.to(g.dtype)), g, input_precision="ieee", out_dtype=WIDE)
-        ds = (weight * (dp - tl.sum(weight * dp, 1)[:, None]) * SCALE).to(q.dtype)
-        dq = tl.dot(ds, k, input_precision="ieee", out_dtype=WIDE)
-        dk = tl.dot(tl.trans(ds), q, input_precision="ieee", out_dtype=WIDE)
-        _store_part(dqkv, share, dq, rows, real, 0, p, h, H, d, DP)
-        _store_part(dqkv, share, dk, rows, real, 1, p, h, H, d, DP)
-        _store_part(dqkv, share, dv, rows, real, 2, p, h, H, d, DP)
+        k, v = _part(qkv, keys, real, 1, h, H, d, DP), _part(qkv, keys, real, 2, h, H, d, DP)
+        dk, dv, dq_sum = tl.zeros((TILE, DP), WIDE), tl.zeros((TILE, DP), WIDE), tl.zeros((DP,), WIDE)
+        for first in tl.static_range(0, TILE, QUERIES):
+            rows = start + first + tl.arange(0, QUERIES)
+            q, g = _part(qkv, rows, rows < end, 0, h, H, d, DP), _rows_of(grad, rows, rows < end, h, H, d, DP)
+            weight = _softmax(q, k, real, SCALE, WIDE)  # rows past the end have g = 0 and q = 0: they add nothing
+            dp = tl.dot(g, tl.trans(v), input_precision="ieee", out_dtype=WIDE)
+            dv += tl.dot(tl.trans(weight.to(g.dtype)), g, input_precision="ieee", out_dtype=WIDE)
+            ds = (weight * (dp - tl.sum(weight * dp, 1)[:, None]) * SCALE).to(q.dtype)
+            dk += tl.dot(tl.trans(ds), q, input_precision="ieee", out_dtype=WIDE)
+            dq = tl.dot(ds, k, input_precision="ieee", out_dtype=WIDE)
+            _store_part(dqkv, dq, rows, rows < end, 0, h, H, d, DP)
+            dq_sum += tl.sum(dq, 0)
+        _store_part(dqkv, dk, keys, real, 1, h, H, d, DP)
+        _store_part(dqkv, dv, keys, real, 2, h, H, d, DP)
+        _store_share(share, dq_sum, 0, p, h, H, d, DP)
+        _store_share(share, tl.sum(dk, 0), 1, p, h, H, d, DP)
+        _store_share(share, tl.sum(dv, 0), 2, p, h, H, d, DP)
 
 
 @triton.jit
@@ -189,7 +207,8 @@ def _attention_backward_queries(
             weight = _weights(q, k, rows, keys, end, lse, h, H, SCALE, WIDE)
             ds = weight * (tl.dot(g, tl.trans(v), input_precision="ieee", out_dtype=WIDE) - inner[:, None]) * SCALE
             dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee", out_dtype=WIDE)
-        _store_part(dqkv, share, dq, rows, rows < end, 0, S0 + tl.program_id(0) * TILES + tile, h, H, d, DP)
+        _store_part(dqkv, dq, rows, rows < end, 0, h, H, d, DP)
+        _store_share(share, tl.sum(dq, 0), 0, S0 + tl.program_id(0) * TILES + tile, h, H, d, DP)
 
 
 @triton.jit
@@ -213,8 +232,10 @@ def _attention_backward_keys(
             ds = weight * (tl.dot(g, tl.trans(v), input_precision="ieee", out_dtype=WIDE) - inner[:, None]) * SCALE
             dk += tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision="ieee", out_dtype=WIDE)
         slot = S0 + tl.program_id(0) * TILES + tile
-        _store_part(dqkv, share, dk, keys, keys < end, 1, slot, h, H, d, DP)
-        _store_part(dqkv, share, dv, keys, keys < end, 2, slot, h, H, d, DP)
+        _store_part(dqkv, dk, keys, keys < end, 1, h, H, d, DP)
+        _store_part(dqkv, dv, keys, keys < end, 2, h, H, d, DP)
+        _store_share(share, tl.sum(dk, 0), 1, slot, h, H, d, DP)
+        _store_share(share, tl.sum(dv, 0), 2, slot, h, H, d, DP)
 
 
 def prefix_attention(qkv: Tensor, bias: Tensor, packing: Packing, heads: int, scale: float) -> Tensor:
@@ -235,7 +256,7 @@ class _PrefixAttention(torch.autograd.Function):
             if c.tiles == 1:
                 group = _heads_together(c, heads)
                 _attention_forward_whole[(c.count, triton.cdiv(heads, group))](
-                    qkv, packing.bounds, out, c.first, heads, size, group, **fixed, STAGES=2, num_warps=_warps(c.tile)
+                    qkv, packing.bounds, out, c.first, heads, size, group, **fixed, **_whole(c.tile)
                 )
             else:
                 _attention_forward[(c.count, heads, c.tiles)](qkv, packing.bounds, out, lse, c.first, heads, size, **fixed)
@@ -257,7 +278,7 @@ class _PrefixAttention(torch.autograd.Function):
             if c.tiles == 1:
                 group = _heads_together(c, heads)
                 _attention_backward_whole[(c.count, triton.cdiv(heads, group))](
-                    qkv, bounds, grad, dqkv, share, c.first, heads, size, group, **fixed, STAGES=3, num_warps=_warps(c.tile)
+                    qkv, bounds, grad, dqkv, share, c.first, heads, size, group, **fixed, **_whole(c.tile, backward=True)
                 )
                 continue
             delta = (grad.to(ctx.kind) * out[0]).view(len(grad), heads, size).sum(-1)
@@ -272,5 +293,8 @@ def _heads_together(c: _Class, heads: int) -> int:
     return heads if c.count * heads >= 4096 else 1
 
 
-def _warps(tile: int) -> int:
-    return 8 if tile == 128 else 4 if tile == 64 else 2
+def _whole(tile: int, *, backward: bool = False) -> dict[str, int]:
+    """Queries at a time, loads in flight and warps for prefixes of one tile: the best of those measured on an H200."""
+    if tile == 128:
+        return {"QUERIES": 128, "STAGES": 2, "num_warps": 8} if backward else {"QUERIES": 64, "STAGES": 2, "num_warps": 4}
+    return {"QUERIES": tile, "STAGES": 3 if backward else 2, "num_warps": 4 if tile == 64 else 2}

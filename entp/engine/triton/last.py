@@ -100,8 +100,8 @@ def query_backward(
 
 
 def _tiles(width: int, heads: int) -> dict[str, int]:
-    padded = max(16, triton.next_power_of_2(width))
-    return {"ROWS": 16, "DP": padded, "HP": max(16, triton.next_power_of_2(heads)), "num_warps": 2 if padded <= 256 else 4}
+    padded, warps = max(16, triton.next_power_of_2(width)), 2 if width <= 256 else 4
+    return {"ROWS": 16, "DP": padded, "HP": max(16, triton.next_power_of_2(heads)), "num_warps": warps, "num_stages": 2}
 
 
 class LastAttention(torch.autograd.Function):

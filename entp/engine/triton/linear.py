@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from entp.engine.cublaslt import product
 from entp.engine.triton.rows import fold, fold_backward
 
 
@@ -31,23 +32,19 @@ def weight_gradient(grad: Tensor, x: Tensor, like: torch.dtype) -> Tensor:
     return (grad.T @ x).to(like)
 
 
-def _product(x: Tensor, half: Tensor, bias: Tensor | None) -> Tensor:
-    return x @ half.T if bias is None else torch.addmm(bias.to(x.dtype), x, half.T)
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         half = w.to(x.dtype)
         ctx.save_for_backward(x, half)
         ctx.kind = w.dtype
-        return _product(x, half, bias)
+        return product(x, half, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, half = ctx.saved_tensors
         grad = grad.contiguous()
-        return grad @ half, weight_gradient(grad, x, ctx.kind), None
+        return product(grad, half, plain=True), weight_gradient(grad, x, ctx.kind), None
 
 
 class _NormLinear(torch.autograd.Function):
@@ -55,11 +52,11 @@ class _NormLinear(torch.autograd.Function):
     def forward(ctx, x: Tensor, w: Tensor, bias: Tensor, gain: Tensor, shift: Tensor, add: bool) -> tuple[Tensor, Tensor]:
         half, folded = fold(w, bias, gain, shift, x.dtype)
         ctx.save_for_backward(x, half, w, gain, shift)
-        return _product(x, half, folded if add else None), folded
+        return product(x, half, folded.to(x.dtype) if add else None), folded
 
     @staticmethod
     def backward(ctx, grad: Tensor, d_bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, None]:
         x, half, w, gain, shift = ctx.saved_tensors
         grad = grad.contiguous()
         dw, d_gain, d_shift = fold_backward(weight_gradient(grad, x, w.dtype), d_bias, w, gain, shift)
-        return grad @ half, dw, d_bias, d_gain, d_shift, None
+        return product(grad, half, plain=True), dw, d_bias, d_gain, d_shift, None

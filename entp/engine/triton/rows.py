@@ -132,7 +132,7 @@ def _first_add_norm_backward(
     token, cols = tl.program_id(0).to(tl.int64), tl.arange(0, DP)
     i = token % T
     wide = dh_out.dtype.element_ty
-    total = tl.zeros((DP,), wide)
+    total = tl.zeros((R, DP), wide)
     for start in range(i, T, R):
         end = start + tl.arange(0, R)
         first = tl.load(row_of + token - i + end, mask=end < T, other=-1)
@@ -145,8 +145,8 @@ def _first_add_norm_backward(
             g = tl.where(inside, _norm_gradient(g, tl.load(x + at, mask=inside, other=0.0).to(wide), r, D), 0.0)
         g += tl.load(dh + at, mask=inside, other=0.0)
         tl.store(dy_out + at, g.to(dy_out.dtype.element_ty), mask=inside)
-        total += tl.sum(g, 0)
-    tl.store(dh_out + token * D + cols, total, mask=cols < D)
+        total += g
+    tl.store(dh_out + token * D + cols, tl.sum(total, 0), mask=cols < D)
 
 
 @triton.jit
@@ -366,7 +366,8 @@ class _Activate(torch.autograd.Function):
         ctx.save_for_backward(u, bias)
         ctx.gelu = gelu
         out = torch.empty_like(u)
-        rows, cols = 8, _columns(u.shape[1])
+        cols = _columns(u.shape[1])
+        rows = 4096 // cols
         grid = (triton.cdiv(u.shape[0], rows), triton.cdiv(u.shape[1], cols))
         _activate[grid](u, bias, out, *u.shape, KINDS[bias.dtype], gelu, rows, cols, num_warps=8)
         return out
@@ -375,7 +376,7 @@ class _Activate(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         u, bias = ctx.saved_tensors
         cols = _columns(u.shape[1])
-        rows, across = 8192 // cols, triton.cdiv(u.shape[1], cols)
+        rows, across = 16 if cols == 512 else 32, triton.cdiv(u.shape[1], cols)
         per, programs = _shares(triton.cdiv(u.shape[0], rows), triton.cdiv(PROGRAMS, across))
         du, db = torch.empty_like(u), bias.new_empty(programs, u.shape[1])
         _activate_backward[(programs, across)](
@@ -385,8 +386,8 @@ class _Activate(torch.autograd.Function):
 
 
 def _columns(width: int) -> int:
-    """Columns of a tile: the largest power of two up to 512 that divides the width, or 128."""
-    return max(128, min(512, width & -width))
+    """Columns of a tile."""
+    return 512 if width % 512 == 0 else 128
 
 
 @triton.jit
@@ -404,7 +405,7 @@ def _column_sums(part, out, P, K, R: tl.constexpr, C: tl.constexpr):
 def column_sums(part: Tensor, kind: torch.dtype) -> Tensor:
     """part.sum(0) in `kind`, of a matrix with far more rows than a reduction over rows likes, in a fixed order."""
     out = torch.empty(part.shape[1], dtype=kind, device=part.device)
-    _column_sums[(triton.cdiv(part.shape[1], 8),)](part, out, *part.shape, 256, 8, num_warps=4)
+    _column_sums[(triton.cdiv(part.shape[1], 8),)](part, out, *part.shape, 1024, 8, num_warps=8)
     return out
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from entp.engine.layout import Packing
 from entp.engine.triton.rows import KINDS, column_sums
 
-FORWARD, BACKWARD = 8, 16
+TOKENS = 8
 """Tokens of a tile: one warp each."""
 
 
@@ -117,8 +117,8 @@ class _RunningAttention(torch.autograd.Function):
         out = qkv.new_empty(packing.rows, heads * size)
         z = torch.empty(batch, heads, time, time, dtype=bias.dtype, device=qkv.device)
         fixed = {"SCALE": scale, "WIDE": KINDS[bias.dtype], "DP": triton.next_power_of_2(size), "num_warps": 1}
-        grid = (batch * heads, triton.cdiv(time, FORWARD))
-        _scan_forward[grid](qkv, packing.row_of, out, z, heads, time, size, TOKENS=FORWARD, **fixed)
+        grid = (batch * heads, triton.cdiv(time, TOKENS))
+        _scan_forward[grid](qkv, packing.row_of, out, z, heads, time, size, TOKENS=TOKENS, **fixed)
         ctx.save_for_backward(qkv, out, z)
         ctx.packing, ctx.heads, ctx.fixed = packing, heads, fixed
         return out
@@ -127,11 +127,11 @@ class _RunningAttention(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         qkv, out, z = ctx.saved_tensors
         batch, heads, time, _ = z.shape
-        size, tiles = out.shape[1] // heads, triton.cdiv(time, BACKWARD)
+        size, tiles = out.shape[1] // heads, triton.cdiv(time, TOKENS)
         dqkv, shares = torch.empty_like(qkv), z.new_empty(batch, heads, tiles, time, 2, size)
         sizes = (heads, time, size, tiles)
         _scan_backward[(batch * heads, tiles)](
-            qkv, ctx.packing.row_of, out, z, grad.contiguous(), dqkv, shares, *sizes, TOKENS=BACKWARD, **ctx.fixed
+            qkv, ctx.packing.row_of, out, z, grad.contiguous(), dqkv, shares, *sizes, TOKENS=TOKENS, **ctx.fixed
         )
         _add_tiles[(batch * heads, triton.cdiv(time, 16))](shares, dqkv, *sizes, KEYS=16, DP=ctx.fixed["DP"])
         return dqkv, column_sums(dqkv, z.dtype), None, None, None

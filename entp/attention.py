@@ -20,12 +20,20 @@ from entp.errors import InputError, one_of
 _SAFE_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def visible(mode: str, time: int, *, prefix: Tensor | int | None = None, lengths: Tensor | None = None) -> Tensor:
-    """Which keys each query sees, as bool (batch or 1, query, key); padding is never seen.
+def visible(
+    mode: str,
+    time: int,
+    *,
+    prefix: Tensor | int | None = None,
+    lengths: Tensor | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Which keys each query sees, as bool (batch or 1, query, key), on `device` or where its arguments are; never padding.
 
     decoder: keys up to the query. prefix: also all of the first `prefix` tokens (an int, or one per sequence).
     """
-    device = lengths.device if lengths is not None else prefix.device if isinstance(prefix, Tensor) else None
+    if device is None:
+        device = lengths.device if lengths is not None else prefix.device if isinstance(prefix, Tensor) else None
     steps = torch.arange(time, device=device)
     mask = (steps[None, :] <= steps[:, None])[None]
     if mode == "prefix":
@@ -33,9 +41,9 @@ def visible(mode: str, time: int, *, prefix: Tensor | int | None = None, lengths
             raise InputError(
                 "mode prefix needs prefix=: the number of first tokens that see each other, or one number per sequence."
             )
-        first = torch.as_tensor(prefix, device=device).reshape(-1, 1, 1)
-        if not bool((first >= 1).all()):
+        if not (prefix >= 1 if isinstance(prefix, int) else bool((prefix >= 1).all())):
             raise InputError(f"prefix must be at least 1 token, got {torch.as_tensor(prefix).tolist()}.")
+        first = prefix if isinstance(prefix, int) else prefix.to(device).reshape(-1, 1, 1)
         mask = mask | (steps[None, None, :] < first) & (steps[None, :, None] < first)
     elif mode != "decoder":
         raise one_of("mode", mode, ("decoder", "prefix"))

@@ -124,7 +124,7 @@ class Transformer(nn.Module):
         causal = mode == "decoder"  # keys at padding lie after every real query: the causal mask hides them too
         mask = None
         if not (everything or causal):
-            mask = visible(mode, x.shape[1], prefix=prefix, lengths=lengths)[:, None].to(x.device)
+            mask = visible(mode, x.shape[1], prefix=prefix, lengths=lengths, device=x.device)[:, None]
         for block in self.blocks:
             h = block(h, mask, causal)
         return h

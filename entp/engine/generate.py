@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from entp.config import MODES, ModelConfig
+from entp.engine.api import choose
 from entp.engine.caches import Cache, DecoderCache, EntpCache, NoCache
 from entp.errors import InputError, one_of
 
@@ -102,6 +103,11 @@ def _make_cache(model: Transformer, mode: str, capacity: int, prefix_B: Tensor |
     if not cache:
         return NoCache(model, mode, prefix_B)
     if mode == "entp" and model.config.layers > 1:
+        device = next(model.parameters()).device
+        if device.type == "cuda" and choose("auto", device, model).impl == "triton":
+            from entp.engine.triton.generation import FixedEntpCache
+
+            return FixedEntpCache(model, capacity)
         return EntpCache(model, capacity)
     return DecoderCache(model, capacity, prefix_B)  # one layer: ENTP and decoder are the same function
 

@@ -68,6 +68,16 @@ class Packing:
         """(M + 1,) int32 first rows, as variable-length attention kernels want them."""
         return F.pad(self.length.cumsum(0), (1, 0)).to(torch.int32)
 
+    @property
+    def starts(self) -> Tensor:
+        """(M,) int32 the first row of each prefix."""
+        return self.bounds[:-1]
+
+    @property
+    def ends(self) -> Tensor:
+        """(M,) int32 one past its last row."""
+        return self.bounds[1:]
+
     @cached_property
     def caller_order(self) -> Tensor:
         """(M,) packed indices sequence by sequence, shortest prefix first: the order in which results are returned."""
@@ -84,6 +94,38 @@ class Packing:
         first = torch.full((self.batch, self.longest), -1, dtype=torch.int32, device=self.length.device)
         first[self.sequence, self.length - 1] = self.bounds[:-1]
         return first
+
+
+@dataclass(eq=False)
+class Strided:
+    """Prefixes at fixed places, `stride` rows apart, whose lengths may change in place: one per sequence, as generation needs.
+
+    It offers what kernels read of a Packing. Rows past a prefix's end are computed and never seen.
+    """
+
+    length: Tensor
+    """(B,) int64."""
+    longest: int
+    """The stride."""
+
+    def __post_init__(self) -> None:
+        count, device = len(self.length), self.length.device
+        self.groups = ((self.longest, count),)
+        self.starts = torch.arange(count, device=device, dtype=torch.int32) * self.longest
+        self.ends = torch.empty_like(self.starts)
+        self.last_slot = torch.empty(count, self.longest, dtype=torch.int32, device=device)
+        self.moved()
+
+    def moved(self) -> None:
+        """Follow `length` after it changed."""
+        self.ends.copy_(self.starts + self.length)
+        number = torch.arange(len(self.length), device=self.length.device, dtype=torch.int32)[:, None]
+        last = torch.arange(self.longest, device=self.length.device) == self.length[:, None] - 1
+        self.last_slot.copy_(torch.where(last, number, -1))
+
+
+Layout = Packing | Strided
+"""Where prefixes stand, as kernels see it."""
 
 
 def pack(wanted: Tensor, device: torch.device | None = None) -> Packing:

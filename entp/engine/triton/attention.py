@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from entp.engine.layout import Packing
+from entp.engine.layout import Layout, Packing
 from entp.engine.triton.rows import KINDS, column_sums
 
 WHOLE = 128
@@ -46,7 +46,7 @@ class _Class:
     """Tiles per prefix, 1 if a prefix is one tile."""
 
 
-def _classes(packing: Packing) -> list[_Class]:
+def _classes(packing: Layout) -> list[_Class]:
     """Prefixes by the power of two that holds them."""
     counts: dict[tuple[int, int], int] = {}
     for m, count in packing.groups:
@@ -86,12 +86,12 @@ def _softmax(q, k, real, SCALE: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _attention_forward_whole(
-    qkv, bounds, out, P0, H, d, GROUP, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, DP: tl.constexpr,
+    qkv, starts, ends, out, P0, H, d, GROUP, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, DP: tl.constexpr,
     QUERIES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """GROUP heads of one prefix whose keys are one tile, QUERIES at a time."""
     p = P0 + tl.program_id(0)
-    start, end = tl.load(bounds + p).to(tl.int64), tl.load(bounds + p + 1).to(tl.int64)
+    start, end = tl.load(starts + p).to(tl.int64), tl.load(ends + p).to(tl.int64)
     keys, e = start + tl.arange(0, TILE), tl.arange(0, DP)
     real = keys < end
     for h in tl.range(tl.program_id(1) * GROUP, tl.minimum(H, tl.program_id(1) * GROUP + GROUP), num_stages=STAGES):
@@ -107,11 +107,11 @@ def _attention_forward_whole(
 
 @triton.jit
 def _attention_forward(
-    qkv, bounds, out, lse, P0, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, DP: tl.constexpr
+    qkv, starts, ends, out, lse, P0, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, DP: tl.constexpr
 ):
     """One tile of queries of one head of a long prefix over all its keys."""
     p, h = P0 + tl.program_id(0), tl.program_id(1)
-    start, end = tl.load(bounds + p).to(tl.int64), tl.load(bounds + p + 1).to(tl.int64)
+    start, end = tl.load(starts + p).to(tl.int64), tl.load(ends + p).to(tl.int64)
     rows = start + tl.program_id(2) * TILE + tl.arange(0, TILE)
     if start + tl.program_id(2) * TILE < end:
         e = tl.arange(0, DP)
@@ -151,12 +151,12 @@ def _store_share(share, total, part, slot, h, H, d, DP: tl.constexpr):
 
 @triton.jit
 def _attention_backward_whole(
-    qkv, bounds, grad, dqkv, share, P0, H, d, GROUP, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
+    qkv, starts, ends, grad, dqkv, share, P0, H, d, GROUP, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
     DP: tl.constexpr, QUERIES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """GROUP heads of one prefix whose keys are one tile, QUERIES at a time."""
     p = P0 + tl.program_id(0)
-    start, end = tl.load(bounds + p).to(tl.int64), tl.load(bounds + p + 1).to(tl.int64)
+    start, end = tl.load(starts + p).to(tl.int64), tl.load(ends + p).to(tl.int64)
     keys = start + tl.arange(0, TILE)
     real = keys < end
     for h in tl.range(tl.program_id(1) * GROUP, tl.minimum(H, tl.program_id(1) * GROUP + GROUP), num_stages=STAGES):
@@ -190,12 +190,12 @@ def _weights(q, k, rows, keys, end, lse, h, H, SCALE: tl.constexpr, WIDE: tl.con
 
 @triton.jit
 def _attention_backward_queries(
-    qkv, bounds, grad, lse, delta, dqkv, share, P0, S0, TILES, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr,
+    qkv, starts, ends, grad, lse, delta, dqkv, share, P0, S0, TILES, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr,
     TILE: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head of a long prefix."""
     p, h, tile = P0 + tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start, end = tl.load(bounds + p).to(tl.int64), tl.load(bounds + p + 1).to(tl.int64)
+    start, end = tl.load(starts + p).to(tl.int64), tl.load(ends + p).to(tl.int64)
     rows = start + tile * TILE + tl.arange(0, TILE)
     if start + tile * TILE < end:
         q, g = _part(qkv, rows, rows < end, 0, h, H, d, DP), _rows_of(grad, rows, rows < end, h, H, d, DP)
@@ -213,12 +213,12 @@ def _attention_backward_queries(
 
 @triton.jit
 def _attention_backward_keys(
-    qkv, bounds, grad, lse, delta, dqkv, share, P0, S0, TILES, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr,
+    qkv, starts, ends, grad, lse, delta, dqkv, share, P0, S0, TILES, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr,
     TILE: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one head of a long prefix."""
     p, h, tile = P0 + tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start, end = tl.load(bounds + p).to(tl.int64), tl.load(bounds + p + 1).to(tl.int64)
+    start, end = tl.load(starts + p).to(tl.int64), tl.load(ends + p).to(tl.int64)
     keys = start + tile * TILE + tl.arange(0, TILE)
     if start + tile * TILE < end:
         k, v = _part(qkv, keys, keys < end, 1, h, H, d, DP), _part(qkv, keys, keys < end, 2, h, H, d, DP)
@@ -238,14 +238,14 @@ def _attention_backward_keys(
         _store_share(share, tl.sum(dv, 0), 2, slot, h, H, d, DP)
 
 
-def prefix_attention(qkv: Tensor, bias: Tensor, packing: Packing, heads: int, scale: float) -> Tensor:
+def prefix_attention(qkv: Tensor, bias: Tensor, packing: Layout, heads: int, scale: float) -> Tensor:
     """As plain_prefix_attention; `bias`, in fp32 or float64, is what was added to qkv: it only gets its gradient."""
     return _PrefixAttention.apply(qkv, bias, packing, heads, scale)
 
 
 class _PrefixAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, qkv: Tensor, bias: Tensor, packing: Packing, heads: int, scale: float) -> Tensor:
+    def forward(ctx, qkv: Tensor, bias: Tensor, packing: Layout, heads: int, scale: float) -> Tensor:
         size = qkv.shape[1] // (3 * heads)
         out = qkv.new_empty(len(qkv), heads * size)
         long = packing.longest > WHOLE
@@ -256,10 +256,12 @@ class _PrefixAttention(torch.autograd.Function):
             if c.tiles == 1:
                 group = _heads_together(c, heads)
                 _attention_forward_whole[(c.count, triton.cdiv(heads, group))](
-                    qkv, packing.bounds, out, c.first, heads, size, group, **fixed, **_whole(c.tile)
+                    qkv, packing.starts, packing.ends, out, c.first, heads, size, group, **fixed, **_whole(c.tile)
                 )
             else:
-                _attention_forward[(c.count, heads, c.tiles)](qkv, packing.bounds, out, lse, c.first, heads, size, **fixed)
+                _attention_forward[(c.count, heads, c.tiles)](
+                    qkv, packing.starts, packing.ends, out, lse, c.first, heads, size, **fixed
+                )
         ctx.save_for_backward(qkv, lse, *([out] if long else []))
         ctx.packing, ctx.heads, ctx.scale = packing, heads, scale
         return out
@@ -267,7 +269,7 @@ class _PrefixAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         qkv, lse, *out = ctx.saved_tensors
-        heads, bounds, grad = ctx.heads, ctx.packing.bounds, grad.contiguous()
+        heads, grad, starts, ends = ctx.heads, grad.contiguous(), ctx.packing.starts, ctx.packing.ends
         size = qkv.shape[1] // (3 * heads)
         classes = _classes(ctx.packing)
         dqkv = torch.empty_like(qkv)
@@ -278,13 +280,13 @@ class _PrefixAttention(torch.autograd.Function):
             if c.tiles == 1:
                 group = _heads_together(c, heads)
                 _attention_backward_whole[(c.count, triton.cdiv(heads, group))](
-                    qkv, bounds, grad, dqkv, share, c.first, heads, size, group, **fixed, **_whole(c.tile, backward=True)
+                    qkv, starts, ends, grad, dqkv, share, c.first, heads, size, group, **fixed, **_whole(c.tile, backward=True)
                 )
                 continue
             delta = (grad.to(ctx.kind) * out[0]).view(len(grad), heads, size).sum(-1)
             tables = (lse, delta, dqkv, share, c.first, c.first, c.tiles, heads, size)
             for kernel in (_attention_backward_queries, _attention_backward_keys):
-                kernel[(c.count, heads, c.tiles)](qkv, bounds, grad, *tables, **fixed)
+                kernel[(c.count, heads, c.tiles)](qkv, starts, ends, grad, *tables, **fixed)
         return dqkv, column_sums(share, ctx.kind), None, None, None
 
 

@@ -17,17 +17,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from entp.engine.layout import Packing
+from entp.engine.layout import Layout
 from entp.engine.triton.linear import weight_gradient
 from entp.engine.triton.rows import column_sums, fold, fold_backward
 
 
 @triton.jit
 def _query_forward(
-    x, q, bounds, out, lse, M, D, H, SCALE: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr
+    x, q, starts, ends, out, lse, M, D, H, SCALE: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr
 ):
     p = tl.program_id(0).to(tl.int64)
-    start, end = tl.load(bounds + p).to(tl.int64), tl.load(bounds + p + 1).to(tl.int64)
+    start, end = tl.load(starts + p).to(tl.int64), tl.load(ends + p).to(tl.int64)
     heads, cols = tl.arange(0, HP), tl.arange(0, DP)
     wide = lse.dtype.element_ty
     at = (heads * M + p)[:, None] * D + cols[None, :]
@@ -51,11 +51,11 @@ def _query_forward(
 
 @triton.jit
 def _query_backward(
-    x, q, bounds, lse, context, grad, dx, dq, M, D, H, SCALE: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr,
+    x, q, starts, ends, lse, context, grad, dx, dq, M, D, H, SCALE: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr,
     HP: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0).to(tl.int64)
-    start, end = tl.load(bounds + p).to(tl.int64), tl.load(bounds + p + 1).to(tl.int64)
+    start, end = tl.load(starts + p).to(tl.int64), tl.load(ends + p).to(tl.int64)
     heads, cols = tl.arange(0, HP), tl.arange(0, DP)
     wide = lse.dtype.element_ty
     at = (heads * M + p)[:, None] * D + cols[None, :]
@@ -79,23 +79,25 @@ def _query_backward(
     tl.store(dq + at, acc.to(dq.dtype.element_ty), mask=seen)
 
 
-def query_forward(x_ND: Tensor, q_HMD: Tensor, packing: Packing, scale: float, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+def query_forward(x_ND: Tensor, q_HMD: Tensor, packing: Layout, scale: float, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     """Contexts (H, M, D) as packed.query_attention (there with heads second and scaled queries), and log-sum-exps (H, M)."""
     heads, count, width = q_HMD.shape
     context, lse = torch.empty_like(q_HMD), torch.empty(heads, count, dtype=wide, device=q_HMD.device)
     tiles = _tiles(width, heads)
-    _query_forward[(count,)](x_ND, q_HMD, packing.bounds, context, lse, count, width, heads, scale, **tiles)
+    _query_forward[(count,)](x_ND, q_HMD, packing.starts, packing.ends, context, lse, count, width, heads, scale, **tiles)
     return context, lse
 
 
 def query_backward(
-    x_ND: Tensor, q_HMD: Tensor, packing: Packing, scale: float, lse: Tensor, context: Tensor, grad: Tensor
+    x_ND: Tensor, q_HMD: Tensor, packing: Layout, scale: float, lse: Tensor, context: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the rows (N, D) and the queries (H, M, D)."""
     heads, count, width = q_HMD.shape
     dx, dq = torch.empty_like(x_ND), torch.empty_like(q_HMD)
     tiles = _tiles(width, heads)
-    _query_backward[(count,)](x_ND, q_HMD, packing.bounds, lse, context, grad, dx, dq, count, width, heads, scale, **tiles)
+    _query_backward[(count,)](
+        x_ND, q_HMD, packing.starts, packing.ends, lse, context, grad, dx, dq, count, width, heads, scale, **tiles
+    )
     return dx, dq
 
 
@@ -121,7 +123,7 @@ class LastAttention(torch.autograd.Function):
         bias: Tensor,
         gain: Tensor | None,
         shift: Tensor | None,
-        packing: Packing,
+        packing: Layout,
         heads: int,
         scale: float,
     ) -> Tensor:

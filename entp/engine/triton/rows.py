@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from entp.engine.layout import Packing
+from entp.engine.layout import Layout, Packing
 
 PROGRAMS = 1056
 """Programs that share the rows where columns are added up: eight for each of an H200's multiprocessors."""
@@ -225,7 +225,7 @@ def first_add_norm(h_BTD: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: 
     return _FirstAddNorm.apply(h_BTD, y, bias, norm, packing)
 
 
-def last_add_norm(h: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
+def last_add_norm(h: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Layout) -> tuple[Tensor, Tensor, Tensor]:
     """The same where the stream is read only at the end of each prefix: (M, D); normed rows, all (N, D) and there (M, D)."""
     return _LastAddNorm.apply(h, y, bias, norm, packing)
 
@@ -268,7 +268,7 @@ class _FirstAddNorm(torch.autograd.Function):
 
 class _LastAddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx, h: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Layout) -> tuple[Tensor, Tensor, Tensor]:
         out, last = h.new_empty(len(packing.length), h.shape[1]), y.new_empty(len(packing.length), h.shape[1])
         x, r = _launch_add_norm(h, y, bias, packing.last_slot, out, last, 2, norm)
         ctx.save_for_backward(x, r)

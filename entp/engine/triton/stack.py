@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from entp.engine.layout import Packing, pack, positions_of
+from entp.engine.layout import Layout, Packing, pack, positions_of
 from entp.engine.triton.attention import prefix_attention
 from entp.engine.triton.last import LastAttention
 from entp.engine.triton.linear import linear, norm_linear
@@ -48,10 +48,10 @@ def prefix_hidden(model: Transformer, x: Tensor, wanted: Tensor) -> Tensor:
 
 def first_layer(block: Block, h_BTD: Tensor, half: torch.dtype, packing: Packing) -> tuple[Tensor, Tensor]:
     """Layer 1 from tokens: the stream (N, D), and the product that has yet to be added to it."""
-    x = normed(h_BTD.flatten(0, 1), _norm(block.norm_1), half)
+    x = normed(h_BTD.flatten(0, 1), norm_of(block.norm_1), half)
     qkv, bias = norm_linear(x, block.qkv, block.norm_1, add=True)
     y = linear(running_attention(qkv, bias, packing, block.heads, block.scale), block.proj.weight)
-    h, x = first_add_norm(h_BTD, y, block.proj.bias, _norm(block.norm_2), packing)
+    h, x = first_add_norm(h_BTD, y, block.proj.bias, norm_of(block.norm_2), packing)
     return h, mlp(block, x)
 
 
@@ -61,26 +61,27 @@ def mlp(block: Block, x: Tensor) -> Tensor:
     return linear(activate(u, bias, isinstance(block.activation, nn.GELU)), block.out.weight)
 
 
-def upper_layers(blocks: list[Block], h: Tensor, y: Tensor, packing: Packing) -> Tensor:
+def upper_layers(blocks: list[Block], h: Tensor, y: Tensor, packing: Layout) -> Tensor:
     """Blocks 2..L, from the stream after block 1 without its last product y: (M, D)."""
     for before, block in itertools.pairwise(blocks[:-1]):
-        h, x = add_norm(h, y, before.out.bias, _norm(block.norm_1))
+        h, x = add_norm(h, y, before.out.bias, norm_of(block.norm_1))
         qkv, bias = norm_linear(x, block.qkv, block.norm_1, add=True)
         y = linear(prefix_attention(qkv, bias, packing, block.heads, block.scale), block.proj.weight)
-        h, x = add_norm(h, y, block.proj.bias, _norm(block.norm_2))
+        h, x = add_norm(h, y, block.proj.bias, norm_of(block.norm_2))
         y = mlp(block, x)
-    return last_layer(blocks[-1], *last_add_norm(h, y, blocks[-2].out.bias, _norm(blocks[-1].norm_1), packing), packing)
+    return last_layer(blocks[-1], *last_add_norm(h, y, blocks[-2].out.bias, norm_of(blocks[-1].norm_1), packing), packing)
 
 
-def last_layer(block: Block, h_MD: Tensor, x_ND: Tensor, x_MD: Tensor, packing: Packing) -> Tensor:
+def last_layer(block: Block, h_MD: Tensor, x_ND: Tensor, x_MD: Tensor, packing: Layout) -> Tensor:
     """The last block at the end of each prefix, from the stream there and the normed rows, all and there: (M, D)."""
     gain, shift = (block.norm_1.weight, block.norm_1.bias) if isinstance(block.norm_1, nn.LayerNorm) else (None, None)
     y = LastAttention.apply(
         x_ND, x_MD, block.qkv.weight, block.qkv.bias, gain, shift, packing, block.heads, block.scale
     )  # fmt: skip
-    h, x = add_norm(h_MD, linear(y, block.proj.weight), block.proj.bias, _norm(block.norm_2))
+    h, x = add_norm(h_MD, linear(y, block.proj.weight), block.proj.bias, norm_of(block.norm_2))
     return h + (mlp(block, x) + block.out.bias)
 
 
-def _norm(norm: nn.Module) -> Norm:
+def norm_of(norm: nn.Module) -> Norm:
+    """What kernels need to know of a norm."""
     return Norm(True, norm.eps) if isinstance(norm, nn.LayerNorm) else Norm(False, 0.0)

@@ -28,7 +28,10 @@ REPLAYS = 3
 def take_turns(
     steps: Mapping[str, Step], device: torch.device, repeats: int, each: Mapping[str, int] | None = None, label: str = "bench"
 ) -> dict[str, list[float]]:
-    """Seconds of single steps: `repeats` rounds, in each of which every contender does one step, or each[name] of them."""
+    """Seconds per step: `repeats` rounds, in each of which every contender does one step, or each[name] of them in a row.
+
+    Steps in a row follow each other as in training, where nothing waits for the device after each.
+    """
     counts = {name: (each or {}).get(name, 1) for name in steps}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     progress = Progress(label, repeats * sum(counts.values()), 0, True)
@@ -36,21 +39,21 @@ def take_turns(
     try:
         for _ in range(repeats):
             for name, step in steps.items():
-                for _ in range(counts[name]):
-                    seconds[name].append(timed(step, device))
-                    progress.step(done := done + 1)
+                seconds[name].append(timed(step, device, counts[name]))
+                progress.step(done := done + counts[name])
     finally:
         progress.close()
     return seconds
 
 
-def timed(step: Step, device: torch.device) -> float:
-    """Seconds of one step, from an idle device to an idle device."""
+def timed(step: Step, device: torch.device, count: int = 1) -> float:
+    """Seconds per step of `count` steps, from an idle device to an idle device."""
     wait(device)
     start = time.perf_counter()
-    step()
+    for _ in range(count):
+        step()
     wait(device)
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / count
 
 
 def prepare(make: Callable[..., Step], args: tuple[Any, ...], device: torch.device, warmup: int) -> tuple[Step, int]:

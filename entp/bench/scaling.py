@@ -22,8 +22,8 @@ from entp.bench.shapes import RandomTokens
 from entp.bench.step import make_step
 from entp.config import Mode, ModelConfig, Run, model_for
 from entp.engine.api import default_token_budget
-from entp.engine.caches import DecoderCache, EntpCache
 from entp.engine.flops import decoder_flops, engine_flops, token_flops
+from entp.engine.generate import make_cache
 from entp.engine.layout import split
 from entp.model import Transformer
 from entp.options import BenchScalingOptions
@@ -137,7 +137,7 @@ def token_seconds(
     capacity = start + warmup + repeats
     torch.manual_seed(0)
     model = Transformer(dataclasses.replace(config, positions=capacity)).to(device)
-    cache = EntpCache(model, capacity) if mode == "entp" else DecoderCache(model, capacity)
+    cache = make_cache(model, mode, capacity)
     tokens = torch.randint(VOCAB, (batch, capacity), generator=torch.Generator().manual_seed(0)).to(device)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
         cache.prefill(tokens[:, :start], torch.full((batch,), start, device=device))

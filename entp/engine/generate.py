@@ -75,7 +75,7 @@ def generate(
     device = next(model.parameters()).device
     lengths = torch.tensor([len(row) for row in rows], device=device)
     first = _prefix_lengths(prefix, rows).to(device) if mode == "prefix" else None
-    kept = _make_cache(model, mode, max(map(len, rows)) + max_new_tokens - 1, first, cache)
+    kept = make_cache(model, mode, max(map(len, rows)) + max_new_tokens - 1, first, cache)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     new = _continue(kept, _padded(rows).to(device), lengths, max_new_tokens, sampling, generator, stop)
     if isinstance(prompts, Tensor):
@@ -99,7 +99,8 @@ def pick(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator | Non
     return torch.multinomial(probability, 1, generator=generator)[:, 0]
 
 
-def _make_cache(model: Transformer, mode: str, capacity: int, prefix_B: Tensor | None, cache: bool) -> Cache:
+def make_cache(model: Transformer, mode: str, capacity: int, prefix_B: Tensor | None = None, cache: bool = True) -> Cache:
+    """What generation in a mode keeps between tokens, on the model's device, for up to `capacity` tokens read."""
     if not cache:
         return NoCache(model, mode, prefix_B)
     if mode == "entp" and model.config.layers > 1:

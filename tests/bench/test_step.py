@@ -199,7 +199,7 @@ def test_kernels_take_part_and_are_named_on_cuda() -> None:
     found = step.bench(options)
     (shape,) = found["shapes"]
     assert [row["name"] for row in shape["steps"]] == ["entp packed", "entp triton", "decoder"]
-    assert all(len(row["seconds"]) == 2 * step.FAST_STEPS and row["peak_bytes"] > 2**20 for row in shape["steps"])
+    assert all(len(row["seconds"]) == 2 and row["peak_bytes"] > 2**20 for row in shape["steps"])
     for profile in shape["profile"].values():
         assert profile["what"] == "kernels"
         assert len(profile["top"]) == 10

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 WIDEST, LARGEST_HEAD = 1024, 128
 """Limits of the Triton kernels: a program holds whole rows, and whole heads."""
-BUSY = 51_000_000
-"""Numbers in an (N, D) matrix beyond which a larger chunk makes a GPU no faster (docs/engine.md)."""
+BUSY = 140_000_000
+"""Rows x width x layers beyond which a larger chunk takes more memory and little less time on a GPU (docs/engine.md)."""
 
 
 class Choice(NamedTuple):
@@ -173,12 +173,11 @@ def _blank_padding(x: Tensor, lengths: Tensor) -> Tensor:
 
 def default_token_budget(model: Transformer, device: torch.device) -> int:
     """Rows that fit comfortably: 1 GiB of activations on a CPU; on a GPU as many as keep it busy, if they fit."""
-    width = model.config.width
-    kept_per_row = 24 * model.config.layers * width  # measured: see docs/engine.md
+    per_row = model.config.layers * model.config.width
     if device.type != "cuda":
-        return max(1024, int(2**30 / (4 * kept_per_row)))
-    fits = 0.4 * torch.cuda.get_device_properties(device).total_memory / (3 * kept_per_row)
-    return max(1024, int(min(fits, BUSY / width)))
+        return max(1024, int(2**30 / (4 * 24 * per_row)))  # 24: measured, see docs/engine.md
+    fits = 0.4 * torch.cuda.get_device_properties(device).total_memory / (3 * 24 * per_row)
+    return max(1024, int(min(fits, BUSY / per_row)))
 
 
 def _in_chunks(compute: Callable[..., Tensor], model: Transformer, x: Tensor, wanted: Tensor, budget: int) -> Tensor:

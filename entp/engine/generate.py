@@ -103,14 +103,13 @@ def make_cache(model: Transformer, mode: str, capacity: int, prefix_B: Tensor | 
     """What generation in a mode keeps between tokens, on the model's device, for up to `capacity` tokens read."""
     if not cache:
         return NoCache(model, mode, prefix_B)
-    if mode == "entp" and model.config.layers > 1:
-        device = next(model.parameters()).device
-        if device.type == "cuda" and choose("auto", device, model).impl == "triton":
-            from entp.engine.triton.generation import FixedEntpCache
+    device = next(model.parameters()).device
+    decoder = mode != "entp" or model.config.layers == 1  # one layer: ENTP and decoder are the same function
+    if device.type == "cuda" and (decoder or choose("auto", device, model).impl == "triton"):
+        from entp.engine.recorded import DecoderStep, EntpStep, RecordedCache
 
-            return FixedEntpCache(model, capacity)
-        return EntpCache(model, capacity)
-    return DecoderCache(model, capacity, prefix_B)  # one layer: ENTP and decoder are the same function
+        return RecordedCache(DecoderStep if decoder else EntpStep, model, capacity, prefix_B)
+    return DecoderCache(model, capacity, prefix_B) if decoder else EntpCache(model, capacity)
 
 
 def _continue(

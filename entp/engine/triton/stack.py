@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from entp.engine.layout import Layout, Packing, pack, positions_of
 from entp.engine.triton.attention import prefix_attention
+from entp.engine.triton.embed import embed
 from entp.engine.triton.last import LastAttention
 from entp.engine.triton.linear import linear, norm_linear
 from entp.engine.triton.rows import Norm, activate, add_norm, first_add_norm, last_add_norm, normed
@@ -38,7 +39,7 @@ def prefix_hidden(model: Transformer, x: Tensor, wanted: Tensor) -> Tensor:
     blocks = cast("list[Block]", list(model.blocks))
     device = x.device.type
     half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    h = model.embed(x[:, : packing.longest])
+    h = embed(model, x[:, : packing.longest])
     h = h.to(torch.promote_types(h.dtype, torch.float32))
     with torch.autocast(device, enabled=False):
         h, y = first_layer(blocks[0], h, half or h.dtype, packing)
@@ -53,6 +54,16 @@ def first_layer(block: Block, h_BTD: Tensor, half: torch.dtype, packing: Packing
     y = linear(running_attention(qkv, bias, packing, block.heads, block.scale), block.proj.weight)
     h, x = first_add_norm(h_BTD, y, block.proj.bias, norm_of(block.norm_2), packing)
     return h, mlp(block, x)
+
+
+def from_first_layer(model: Transformer, h: Tensor, attended: Tensor, packing: Layout) -> Tensor:
+    """All that follows layer 1's attention, where each row (N, D) of the stream and of the attention is at hand: (M, D)."""
+    blocks, device = cast("list[Block]", list(model.blocks)), h.device.type
+    half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
+    with torch.autocast(device, enabled=False):
+        y = linear(attended.to(half), blocks[0].proj.weight)
+        h, x = add_norm(h, y, blocks[0].proj.bias, norm_of(blocks[0].norm_2))
+        return upper_layers(blocks, h, mlp(blocks[0], x), packing)
 
 
 def mlp(block: Block, x: Tensor) -> Tensor:

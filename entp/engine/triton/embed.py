@@ -1,0 +1,62 @@
+"""Token and position vectors, with a backward pass that neither sorts nor uses atomics.
+
+Defined by `Transformer.embed`. torch adds up the gradients of equal tokens by sorting them, which is a dozen launches: for a
+small vocabulary, one program per token id that looks for its own is faster.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from entp.engine.triton.rows import column_sums
+
+if TYPE_CHECKING:
+    from entp.model import Transformer
+
+LARGEST = 1024
+"""Vocabulary up to which every id has a program of its own."""
+
+
+@triton.jit
+def _token_gradients(ids, grad, out, N, D, R: tl.constexpr, C: tl.constexpr):
+    """One token id, C columns: the sum of the gradients where it stands."""
+    own, cols = tl.program_id(0), tl.program_id(1) * C + tl.arange(0, C)
+    total = tl.zeros((C,), out.dtype.element_ty)
+    for start in range(0, N, R):
+        rows = (start + tl.arange(0, R)).to(tl.int64)
+        mine = tl.load(ids + rows, mask=rows < N, other=-1) == own
+        at = rows[:, None] * D + cols[None, :]
+        total += tl.sum(tl.load(grad + at, mask=mine[:, None] & (cols < D)[None, :], other=0.0), 0)
+    tl.store(out + own.to(tl.int64) * D + cols, total, mask=cols < D)
+
+
+def embed(model: Transformer, x: Tensor) -> Tensor:
+    """As model.embed(x)."""
+    if model.tokens is None or model.config.position != "learned" or model.tokens.num_embeddings > LARGEST:
+        return model.embed(x)
+    return _Embed.apply(x, model.tokens.weight, model.positions)
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.sizes = (len(tokens), len(positions))
+        return tokens[x] + positions[: x.shape[1]]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+        (x,) = ctx.saved_tensors
+        grad, width, time = grad.contiguous(), grad.shape[2], x.shape[1]
+        vocabulary, longest = ctx.sizes
+        d_tokens = grad.new_empty(vocabulary, width)
+        grid = (vocabulary, triton.cdiv(width, 64))
+        _token_gradients[grid](x.contiguous(), grad, d_tokens, x.numel(), width, 128, 64, num_warps=4)
+        d_positions = grad.new_zeros(longest, width)
+        d_positions[:time] = column_sums(grad.flatten(1), grad.dtype).view(time, width)
+        return None, d_tokens, d_positions

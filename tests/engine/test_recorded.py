@@ -1,0 +1,129 @@
+"""Caches at fixed shapes give the same logits as no cache; on a GPU their steps are graphs, recorded once and used again."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from random_models import random_model
+
+import entp
+from entp.engine import recorded
+from entp.engine.caches import NoCache
+from entp.engine.recorded import DecoderStep, EntpStep, RecordedCache
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+KINDS = {"entp": EntpStep, "decoder": DecoderStep, "prefix": DecoderStep}
+
+
+def prompts(lengths: list[int], vocab: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random tokens, 0 past each length, and the lengths."""
+    size = torch.tensor(lengths, device=DEVICE)
+    tokens = torch.randint(vocab, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    return tokens * (torch.arange(max(lengths), device=DEVICE) < size[:, None]), size
+
+
+@torch.no_grad()
+def worst(model: entp.Transformer, cache: RecordedCache, mode: str, lengths: list[int], steps: int) -> float:
+    """Largest deviation of the logits from those without a cache, over a prompt and `steps` tokens."""
+    vocab = model.config.vocab or 0
+    tokens, size = prompts(lengths, vocab)
+    plain = NoCache(model, mode, size if mode == "prefix" else None)
+    errors = [(cache.prefill(tokens, size) - plain.prefill(tokens, size)).abs().max()]
+    for step in range(steps):
+        new = torch.randint(vocab, (len(lengths),), generator=torch.Generator().manual_seed(step)).to(DEVICE)
+        errors.append((cache.append(new) - plain.append(new)).abs().max())
+    return float(torch.stack(errors).max())
+
+
+@pytest.mark.parametrize("mode", KINDS)
+@pytest.mark.parametrize("config", [{"layers": 2}, {"layers": 3, "norm": "none"}], ids=str)
+def test_logits_are_those_without_a_cache(mode: str, config: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of different lengths, of length 1, in a step that was used before, and past the size of the smallest."""
+    monkeypatch.setattr(recorded, "SMALLEST", 4)
+    model = random_model(**config).to(DEVICE)
+    for lengths in ([5, 1, 3], [1, 1, 2], [1, 1, 1]):
+        prefix = torch.tensor(lengths, device=DEVICE) if mode == "prefix" else None
+        cache = RecordedCache(KINDS[mode], model, 12, prefix)
+        assert worst(model, cache, mode, lengths, 6) < 1e-9
+        assert cache.step.size in (8, 12)
+
+
+def test_two_caches_at_once_do_not_share_a_step() -> None:
+    model = random_model(layers=3).to(DEVICE)
+    tokens, size = prompts([4, 2], model.config.vocab or 0)
+    with torch.no_grad():
+        first, second = RecordedCache(EntpStep, model, 10), RecordedCache(EntpStep, model, 10)
+        a = first.prefill(tokens, size)
+        second.prefill(tokens.flip(0), size.flip(0))
+        assert first.step is not second.step
+        new = torch.tensor([1, 2], device=DEVICE)
+        plain = NoCache(model, "entp")
+        torch.testing.assert_close(a, plain.prefill(tokens, size))
+        torch.testing.assert_close(first.append(new), plain.append(new))
+
+
+def test_a_step_is_used_again_and_goes_with_its_model() -> None:
+    model = random_model(layers=3).to(DEVICE)
+    steps = []
+    for _ in range(2):
+        cache = RecordedCache(EntpStep, model, 10)
+        worst(model, cache, "entp", [3, 2], 2)
+        steps.append(id(cache.step))
+        del cache
+        gc.collect()
+    assert steps[0] == steps[1]
+    assert model in RecordedCache.kept
+    before = len(RecordedCache.kept)
+    del model
+    gc.collect()
+    assert len(RecordedCache.kept) < before
+
+
+def test_weights_that_moved_are_noticed() -> None:
+    model = random_model(layers=2).to(DEVICE)
+    cache = RecordedCache(EntpStep, model, 8)
+    worst(model, cache, "entp", [2], 2)
+    old = cache.step
+    del cache
+    gc.collect()
+    for p in model.parameters():
+        p.data = p.data * 1.5  # new memory, new values
+    cache = RecordedCache(EntpStep, model, 8)
+    assert worst(model, cache, "entp", [2], 2) < 1e-9
+    assert cache.step is not old
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", KINDS)
+def test_graphs_follow_weights_that_change_in_place(mode: str) -> None:
+    model = random_model(layers=3).cuda()
+    for scale in (1.0, 1.5):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(scale)
+        prefix = torch.tensor([5, 3], device=DEVICE) if mode == "prefix" else None
+        cache = RecordedCache(KINDS[mode], model, 16, prefix)
+        assert worst(model, cache, mode, [5, 3], 8) < 1e-9
+        assert cache.step.graph is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", KINDS)
+def test_generation_in_half_precision_agrees_with_no_cache(mode: str) -> None:
+    """Greedy tokens under autocast, where rounding may flip a near tie: at least 95 % are the same."""
+    torch.manual_seed(0)
+    model = entp.Transformer(entp.ModelConfig(vocab=64, positions=48, layers=3, heads=2, width=64)).cuda()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(4 if p.ndim == 2 else 1)
+    tokens, _ = prompts([8] * 16, 64)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        a, b = (entp.generate(model, tokens, 1, mode, cache=cache) for cache in (True, False))
+        assert (a == b).float().mean() > 0.95
+        runs = [entp.generate(model, tokens, 40, mode) for _ in range(3)]
+    assert torch.equal(runs[1], runs[2])

@@ -13,14 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 from entp.config import IMPLS
 from entp.engine import packed, reference
-from entp.engine.layout import positions_of, split
+from entp.engine.layout import positions_of, split, trim
 from entp.errors import InputError, one_of
 
 if TYPE_CHECKING:
     from entp.model import Transformer
 
-WIDEST, LARGEST_HEAD = 1024, 128
-"""Limits of the Triton kernels: a program holds whole rows, and whole heads."""
+LARGEST_HEAD, LARGEST_QUERIES = 128, 2**16
+"""Limits of the Triton kernels: numbers in a head, and bytes of the queries of all heads, each as wide as a row."""
 BUSY = 140_000_000
 """Rows x width x layers beyond which a larger chunk takes more memory and little less time on a GPU (docs/engine.md)."""
 
@@ -36,12 +36,13 @@ def choose(impl: str = "auto", device: torch.device | str = "cpu", model: Transf
     """What `impl` means on a device, for a model. A name asked for is taken as it is: it works or says why not."""
     if impl not in IMPLS:
         raise one_of("impl", impl, IMPLS)
-    why_not = triton_missing(torch.device(device)) or (model and _too_much_for_kernels(model))
+    where = torch.device(device)
+    why_not = triton_missing(where) or (model and _too_much_for_kernels(model, where))
     if impl == "triton" and why_not:
         raise InputError(f"impl 'triton' cannot run here: {why_not}. Use impl='packed', which gives the same numbers.")
     if impl != "auto":
         return Choice(impl, "asked for by name")
-    if torch.device(device).type == "cuda" and not why_not:
+    if where.type == "cuda" and not why_not:
         return Choice("triton", "exact, and the fastest on CUDA")
     return Choice("packed", f"exact and faster than the reference loop; no kernels: {why_not or 'the device is a CPU'}")
 
@@ -55,15 +56,17 @@ def triton_missing(device: torch.device) -> str | None:
     return None
 
 
-def _too_much_for_kernels(model: Transformer) -> str | None:
+def _too_much_for_kernels(model: Transformer, device: torch.device) -> str | None:
     """Why the kernels cannot run this model, or None if they can."""
-    config, kind = model.config, next(model.parameters()).dtype
-    if config.width > WIDEST:
-        return f"width {config.width} is above {WIDEST}, the widest row a kernel holds"
+    config, weight = model.config, next(model.parameters())
+    if weight.dtype not in (torch.float32, torch.float64):
+        return f"the weights are {weight.dtype}: keep them in float32 and use torch.autocast for half precision"
     if config.width // config.heads > LARGEST_HEAD:
         return f"head size {config.width // config.heads} is above {LARGEST_HEAD}"
-    if kind not in (torch.float32, torch.float64):
-        return f"the weights are {kind}: keep them in float32 and use torch.autocast for half precision"
+    size = 2 if torch.is_autocast_enabled(device.type) else weight.element_size()
+    widest = LARGEST_QUERIES // (size * max(16, 1 << (config.heads - 1).bit_length()))
+    if config.width > widest:
+        return f"width {config.width} is above {widest}, the most for {config.heads} heads in {8 * size} bits"
     return None
 
 
@@ -186,19 +189,12 @@ def _in_chunks(compute: Callable[..., Tensor], model: Transformer, x: Tensor, wa
     at_most = x.shape[0] * time * (time + 1) // 2
     chunks = [wanted] if at_most <= budget else list(split(wanted, budget))
     if len(chunks) <= 1:
-        return compute(model, *_used(x, wanted))
+        return compute(model, x[trim(wanted)], wanted[trim(wanted)])
     keep = torch.is_grad_enabled()
-    used = [_used(x, c) for c in chunks]
+    used = [(x[trim(c)], c[trim(c)]) for c in chunks]
     parts = [checkpoint(compute, model, *u, use_reentrant=False) if keep else compute(model, *u) for u in used]
     where = torch.cat([c.flatten().nonzero()[:, 0] for c in chunks])
     return torch.cat(parts)[torch.argsort(where)]
-
-
-def _used(x: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Both without the first and last sequences that nothing is asked of."""
-    asked = wanted.any(1).nonzero()[:, 0].tolist()
-    part = slice(asked[0], asked[-1] + 1) if asked else slice(None)
-    return x[part], wanted[part]
 
 
 def _spread(rows: Tensor, wanted: Tensor) -> Tensor:

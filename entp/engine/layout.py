@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
+from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -68,6 +71,10 @@ class Packing:
         """(M + 1,) int32 first rows, as variable-length attention kernels want them."""
         return F.pad(self.length.cumsum(0), (1, 0)).to(torch.int32)
 
+    def tables(self) -> list[Tensor]:
+        """All that follows from the layout, made now: a step that is being recorded must find them."""
+        return [self.bounds, self.last_slot, self.caller_order, self.row_index, self.row_of]
+
     @property
     def starts(self) -> Tensor:
         """(M,) int32 the first row of each prefix."""
@@ -128,30 +135,51 @@ Layout = Packing | Strided
 """Where prefixes stand, as kernels see it."""
 
 
-def pack(wanted: Tensor, device: torch.device | None = None) -> Packing:
-    """The packing of the prefixes marked in wanted (B, T), its tensors on `device`. Equal masks share one packing."""
-    mask = wanted.cpu().numpy()
-    return _packing(mask.shape, np.packbits(mask).tobytes(), torch.device(device or "cpu"))
+class _Shared:
+    """Tables by mask and device: one object for equal masks, as long as anyone holds it, and the last few in any case.
+
+    A recorded step holds its own, so that what it reads is never freed and never made while recording.
+    """
+
+    def __init__(self, make: Callable[[np.ndarray, torch.device], Any], recent: int) -> None:
+        self.make = make
+        self.alive: WeakValueDictionary[tuple[object, ...], Any] = WeakValueDictionary()
+        self.recent: deque[Any] = deque(maxlen=recent)
+
+    def __call__(self, mask: Tensor, device: torch.device | None) -> Any:
+        bits, device = mask.cpu().numpy(), torch.device(device or mask.device)
+        key = (bits.shape, np.packbits(bits).tobytes(), device)
+        found = self.alive.get(key)
+        if found is None:
+            found = self.alive[key] = self.make(bits, device)
+            self.recent.append(found)
+        return found
 
 
-@lru_cache(maxsize=8)
-def _packing(shape: tuple[int, int], bits: bytes, device: torch.device) -> Packing:
-    mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=shape[0] * shape[1]).reshape(shape)
+def _make_packing(mask: np.ndarray, device: torch.device) -> Packing:
     length, sequence = mask.T.nonzero()
-    counts = mask.sum(0, dtype=np.int64).tolist()
-    groups = tuple((t + 1, n) for t, n in enumerate(counts) if n)
-    return Packing(torch.from_numpy(sequence).to(device), torch.from_numpy(length + 1).to(device), groups, shape[0])
+    groups = tuple((t + 1, n) for t, n in enumerate(mask.sum(0, dtype=np.int64).tolist()) if n)
+    return Packing(torch.from_numpy(sequence).to(device), torch.from_numpy(length + 1).to(device), groups, len(mask))
 
 
-@lru_cache(maxsize=32)
-def _positions(shape: tuple[int, ...], bits: bytes, device: torch.device) -> Tensor:
-    mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=shape[0] * shape[1])
-    return torch.from_numpy(mask.nonzero()[0]).to(device)
+_packings = _Shared(_make_packing, recent=8)
+_positions = _Shared(lambda mask, device: torch.from_numpy(mask.ravel().nonzero()[0]).to(device), recent=32)
 
 
-def positions_of(mask: Tensor, device: torch.device) -> Tensor:
-    """The flat positions of True in a mask (B, T), on `device`. Equal masks share one tensor: nothing waits for a copy."""
-    return _positions(tuple(mask.shape), np.packbits(mask.cpu().numpy()).tobytes(), device)
+def pack(wanted: Tensor, device: torch.device | None = None) -> Packing:
+    """The packing of the prefixes marked in wanted (B, T), its tensors on `device`, or where wanted is."""
+    return _packings(wanted, device)
+
+
+def positions_of(mask: Tensor, device: torch.device | None = None) -> Tensor:
+    """The flat positions of True in a mask (B, T), on `device`, or where the mask is."""
+    return _positions(mask, device)
+
+
+def trim(wanted: Tensor) -> slice:
+    """The sequences from the first to the last of which anything is asked; all if nothing is."""
+    asked = wanted.any(1).nonzero()[:, 0].tolist()
+    return slice(asked[0], asked[-1] + 1) if asked else slice(None)
 
 
 def split(wanted: Tensor, token_budget: int) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from entp.config import Run
 from entp.engine.api import choose, default_token_budget
-from entp.engine.layout import positions_of, split
+from entp.engine.layout import pack, positions_of, split, trim
 from entp.model import Transformer
 from entp.tasks.base import IGNORE, Batch
 from entp.training import checkpoint
@@ -64,6 +64,8 @@ class Inputs(NamedTuple):
     """Masks (B, T) on the CPU: the prefixes computed together."""
     asked: int
     """Targets in the whole batch, over all processes."""
+    tables: list[object]
+    """What the engine looks up for the parts, held for as long as a recorded step may read it."""
 
 
 def train_step(
@@ -85,7 +87,13 @@ def _inputs(run: Run, model: Transformer, batch: Batch, device: torch.device, wo
     parts = list(split(at, budget)) if run.mode == "entp" else [at]
     x, y = (torch.from_numpy(part).to(device, non_blocking=True) for part in (batch.x, batch.y))
     lengths = None if batch.lengths is None else torch.from_numpy(batch.lengths).to(device)
-    return Inputs(x, y, lengths, parts, asked)
+    return Inputs(x, y, lengths, parts, asked, [])
+
+
+def _tables(run: Run, parts: list[Tensor], device: torch.device) -> list[object]:
+    """The tables of all parts, made before a step is recorded."""
+    packings = [pack(part[trim(part)], device) for part in parts] if run.mode == "entp" else []
+    return [positions_of(part, device) for part in parts] + [table for p in packings for table in (p, p.tables())]
 
 
 def _update(run: Run, state: State, inputs: Inputs, world: World, stop: bool) -> tuple[Tensor, Tensor, bool]:
@@ -125,7 +133,9 @@ class Stepper:
             self.seen[key] += 1
             if self.seen[key] <= EAGER_STEPS or len(self.graphs) >= MOST_GRAPHS:
                 return self._eager(batch, stop)
-            self.graphs[key] = _Recorded(self.run, self.state, self._to_device(batch), self.world, self.stream)
+            inputs = self._to_device(batch)
+            inputs.tables.extend(_tables(self.run, inputs.parts, self.device))
+            self.graphs[key] = _Recorded(self.run, self.state, inputs, self.world, self.stream)
         return *self.graphs[key].replay(batch), stop
 
     def _can_record(self, batch: Batch) -> bool:

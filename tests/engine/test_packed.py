@@ -136,24 +136,35 @@ def test_budgets_without_gradients(budget: int) -> None:
         torch.testing.assert_close(all_prefixes(model, x, token_budget=budget), all_prefixes(model, x), rtol=1e-10, atol=1e-12)
 
 
-@given(st.integers(1, 3), st.integers(1, 20), st.floats(0, 1), st.integers(0, 99), st.integers(1, 300))
+def rows_of(mask: Tensor) -> list[int]:
+    return (mask * torch.arange(1, mask.shape[1] + 1)).sum(1).tolist()
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 9), st.integers(1, 20), st.floats(0, 1), st.integers(0, 99), st.integers(1, 600))
 def test_split(batch: int, time: int, chance: float, seed: int, budget: int) -> None:
+    """Disjoint, complete, within the budget unless a single prefix; sequences that fit are whole, in few and even parts."""
     wanted = torch.rand(batch, time, generator=torch.Generator().manual_seed(seed)) < chance
-    chunks = list(split(wanted, budget))
-    assert torch.equal(torch.stack([torch.zeros_like(wanted), *chunks]).sum(0), wanted.long())  # disjoint, and all of it
-    rows = [int((c * torch.arange(1, time + 1)).sum()) for c in chunks]
-    assert all(0 < n <= budget or int(c.sum()) == 1 for n, c in zip(rows, chunks, strict=True))
-    for first, second in itertools.pairwise(chunks):  # no chunk could have taken the next prefix too
-        shortest = int(second.any(0).nonzero()[0]) + 1
-        assert int((first * torch.arange(1, time + 1)).sum()) + shortest > budget
+    parts, rows = list(split(wanted, budget)), rows_of(wanted)
+    assert torch.equal(torch.stack([torch.zeros_like(wanted), *parts]).sum(0), wanted.long())
+    assert all(0 < sum(rows_of(part)) <= budget or int(part.sum()) == 1 for part in parts)
+    whole = [sum(r) for r in map(rows_of, parts) if sum(r) <= budget and all(a in (0, b) for a, b in zip(r, rows, strict=True))]
+    fitting = [n for n in rows if 0 < n <= budget]
+    assert sum(whole) == sum(fitting)
+    if least := -(-sum(fitting) // budget):  # two neighbours have more than an even share together, or k pairs had it all
+        assert least <= len(whole) <= 2 * least - 1
+        assert max(whole) < sum(fitting) / least + max(fitting)
+    for b in (b for b, n in enumerate(rows) if n > budget):  # cut between lengths: shortest first, as many as go in
+        lengths = [(part[b].nonzero()[:, 0] + 1).tolist() for part in parts if part[b].any()]
+        assert [m for part in lengths for m in part] == (wanted[b].nonzero()[:, 0] + 1).tolist()
+        assert all(sum(now) + later[0] > budget for now, later in itertools.pairwise(lengths))
 
 
-def test_split_fills_a_budget_to_the_last_row() -> None:
-    wanted = torch.ones(2, 4, dtype=torch.bool)  # lengths 1 1 2 2 3 3 4 4
-    lengths = [(chunk.nonzero()[:, 1] + 1).sort().values.tolist() for chunk in split(wanted, 6)]
-    assert lengths == [[1, 1, 2, 2], [3, 3], [4], [4]]
-    assert [int(chunk.sum()) for chunk in split(wanted, 1)] == [1] * 8
-    assert list(split(wanted & False, 5)) == []
+def test_split_by_example() -> None:
+    wanted = torch.ones(4, 4, dtype=torch.bool)  # 4 sequences of 1 + 2 + 3 + 4 = 10 rows
+    parts = [[rows_of(part) for part in split(wanted, budget)] for budget in (40, 39, 9)]
+    assert parts[:2] == [[[10, 10, 10, 10]], [[10, 10, 0, 0], [0, 0, 10, 10]]]  # not three sequences and one
+    assert parts[2][:3] == [[6, 0, 0, 0], [4, 0, 0, 0], [0, 6, 0, 0]]  # 1 + 2 + 3, then 4
 
 
 # Extreme scores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 
 import pytest
@@ -9,7 +10,15 @@ import torch
 
 import entp
 from entp.config import OptimConfig
-from entp.training.optim import Muon, learning_rate, make_optimizers, orthogonalise, set_learning_rate
+from entp.training.optim import (
+    Muon,
+    learning_rate,
+    make_optimizers,
+    orthogonalise,
+    restore_optimizer,
+    save_optimizer,
+    set_learning_rate,
+)
 
 
 def test_schedule_is_the_papers() -> None:
@@ -79,3 +88,75 @@ def test_muon_follows_torchs_own() -> None:
     step = 0.02 * 0.2 * math.sqrt(6)
     assert (ours - theirs).abs().max() < 0.05 * 3 * step
     assert (ours - 1).abs().max() > 0.2 * step
+
+
+# Saving and restoring
+
+
+def steps(m: entp.Transformer, optimizers: list[torch.optim.Optimizer], numbers: range) -> None:
+    """Steps with gradients and rates that depend on their number only."""
+    for number in numbers:
+        generator = torch.Generator().manual_seed(number)
+        for p in m.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+        set_learning_rate(optimizers, 0.01 / (1 + number))
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_restored_optimizer_continues_bit_for_bit(name: str) -> None:
+    """Through a file that is read without unpickling code."""
+    whole = model()
+    optimizers = make_optimizers(whole, OptimConfig(name=name))
+    steps(whole, optimizers, range(3))
+    file = io.BytesIO()
+    torch.save([save_optimizer(o) for o in optimizers], file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    continued = model()
+    continued.load_state_dict(whole.state_dict())
+    fresh = make_optimizers(continued, OptimConfig(name=name))
+    for optimizer, state in zip(fresh, saved, strict=True):
+        restore_optimizer(optimizer, state)
+    steps(whole, optimizers, range(3, 6))
+    steps(continued, fresh, range(3, 6))
+    for a, b in zip(whole.parameters(), continued.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_saved_rates_are_plain_numbers(name: str) -> None:
+    """Also where the optimizer keeps its rate in a tensor, as it does on CUDA for steps that are recorded."""
+    m = model()
+    optimizers = make_optimizers(m, OptimConfig(name=name))
+    steps(m, optimizers, range(1))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(0.25)
+        saved = save_optimizer(optimizer)
+        assert saved.keys() == {"state", "param_groups"}
+        assert [(type(g["lr"]), g["lr"]) for g in saved["param_groups"]] == [(float, 0.25)] * len(optimizer.param_groups)
+        assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)  # the optimizer itself is left alone
+
+
+def test_restoring_keeps_what_belongs_to_the_device() -> None:
+    """A state from a GPU (fused, capturable) does not make a CPU's optimizer fused, nor move its rate into a tensor or back."""
+    m = model()
+    (adamw,) = make_optimizers(m, OptimConfig(beta2=0.95))
+    steps(m, [adamw], range(1))
+    saved = save_optimizer(adamw)
+    for group in saved["param_groups"]:
+        group.update(fused=True, capturable=True, lr=0.5)
+    (plain,) = make_optimizers(m, OptimConfig())
+    restore_optimizer(plain, saved)
+    for group, before in zip(plain.param_groups, make_optimizers(m, OptimConfig())[0].param_groups, strict=True):
+        assert {k: group[k] for k in ("lr", "fused", "capturable", "foreach")} == {
+            k: before[k] for k in ("lr", "fused", "capturable", "foreach")
+        }
+        assert group["betas"] == (0.9, 0.95)  # what is the run's comes from the file
+    rate = torch.tensor(0.125)
+    for group in plain.param_groups:
+        group["lr"] = rate
+    restore_optimizer(plain, saved)
+    assert all(group["lr"] is rate for group in plain.param_groups)  # a recorded step reads this very tensor

@@ -1,6 +1,6 @@
 """The middle layers: full attention inside every prefix, for all prefixes in one launch per class of lengths.
 
-Defined by `plain_prefix_attention`. Prefixes up to WHOLE rows fit one tile: a program holds all scores of one head of one
+Defined by `plain_prefix_attention`. Prefixes of up to `whole` rows fit one tile: a program holds all scores of one head of one
 prefix, goes from head to head while the next one's rows are on their way, and its backward pass needs nothing but q, k, v and
 the gradient. Longer ones stream over tiles of keys with a running maximum, and their backward pass is two kernels: one owns
 keys, one owns queries. No atomics: one program writes each output.
@@ -20,10 +20,8 @@ from torch import Tensor
 from entp.engine.layout import Layout, Packing
 from entp.engine.triton.rows import KINDS, column_sums
 
-WHOLE = 128
-"""Longest prefix whose scores are one tile."""
-TILE = 64
-"""Queries and keys of a tile beyond that."""
+SHARED = 72 * 1024
+"""Bytes that one head's q, k, v and gradient of a tile may take: this many fit a multiprocessor more than once."""
 
 
 def plain_prefix_attention(qkv: Tensor, packing: Packing, heads: int, scale: float) -> Tensor:
@@ -46,13 +44,27 @@ class _Class:
     """Tiles per prefix, 1 if a prefix is one tile."""
 
 
-def _classes(packing: Layout) -> list[_Class]:
-    """Prefixes by the power of two that holds them."""
+def whole(size: int, kind: torch.dtype) -> int:
+    """Longest prefix that is one tile, for heads of this size: 128 for heads of 64 in half precision."""
+    tile = 128
+    while tile > 16 and 4 * tile * _padded(size) * kind.itemsize > SHARED:
+        tile //= 2
+    return tile
+
+
+def _padded(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
+
+
+def _classes(packing: Layout, largest: int) -> list[_Class]:
+    """Prefixes by the power of two that holds them, and those longer than the largest tile."""
     counts: dict[tuple[int, int], int] = {}
     for m, count in packing.groups:
-        tile = max(16, triton.next_power_of_2(m)) if m <= WHOLE else TILE
-        tiles = 1 if m <= WHOLE else triton.cdiv(packing.longest, TILE)
-        counts[tile, tiles] = counts.get((tile, tiles), 0) + count
+        if m <= largest:
+            kind = max(16, triton.next_power_of_2(m)), 1
+        else:
+            kind = min(64, largest), triton.cdiv(packing.longest, min(64, largest))
+        counts[kind] = counts.get(kind, 0) + count
     classes, first = [], 0
     for (tile, tiles), count in counts.items():
         classes.append(_Class(first, count, tile, tiles))
@@ -248,46 +260,45 @@ class _PrefixAttention(torch.autograd.Function):
     def forward(ctx, qkv: Tensor, bias: Tensor, packing: Layout, heads: int, scale: float) -> Tensor:
         size = qkv.shape[1] // (3 * heads)
         out = qkv.new_empty(len(qkv), heads * size)
-        long = packing.longest > WHOLE
+        largest = whole(size, qkv.dtype)
+        long = packing.longest > largest
         lse = bias.new_empty(len(qkv) if long else 0, heads)
-        ctx.kind = bias.dtype
-        for c in _classes(packing):
-            fixed = {"SCALE": scale, "WIDE": KINDS[ctx.kind], "TILE": c.tile, "DP": max(16, triton.next_power_of_2(size))}
+        ctx.fixed = {"SCALE": scale, "WIDE": KINDS[bias.dtype], "DP": _padded(size)}
+        ctx.classes = _classes(packing, largest)
+        for c in ctx.classes:
+            where = (packing.starts, packing.ends, out)
             if c.tiles == 1:
                 group = _heads_together(c, heads)
                 _attention_forward_whole[(c.count, triton.cdiv(heads, group))](
-                    qkv, packing.starts, packing.ends, out, c.first, heads, size, group, **fixed, **_whole(c.tile)
+                    qkv, *where, c.first, heads, size, group, **ctx.fixed, **_whole(c.tile, qkv.dtype)
                 )
             else:
-                _attention_forward[(c.count, heads, c.tiles)](
-                    qkv, packing.starts, packing.ends, out, lse, c.first, heads, size, **fixed
-                )
+                _attention_forward[(c.count, heads, c.tiles)](qkv, *where, lse, c.first, heads, size, TILE=c.tile, **ctx.fixed)
         ctx.save_for_backward(qkv, lse, *([out] if long else []))
-        ctx.packing, ctx.heads, ctx.scale = packing, heads, scale
+        ctx.packing, ctx.heads = packing, heads
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         qkv, lse, *out = ctx.saved_tensors
-        heads, grad, starts, ends = ctx.heads, grad.contiguous(), ctx.packing.starts, ctx.packing.ends
+        heads, grad, wide = ctx.heads, grad.contiguous(), lse.dtype
         size = qkv.shape[1] // (3 * heads)
-        classes = _classes(ctx.packing)
         dqkv = torch.empty_like(qkv)
         make = torch.zeros if out else torch.empty  # tiles past the end of a long prefix write nothing
-        share = make(sum(c.count * c.tiles for c in classes), qkv.shape[1], dtype=ctx.kind, device=qkv.device)
-        for c in classes:
-            fixed = {"SCALE": ctx.scale, "WIDE": KINDS[ctx.kind], "TILE": c.tile, "DP": max(16, triton.next_power_of_2(size))}
+        share = make(sum(c.count * c.tiles for c in ctx.classes), qkv.shape[1], dtype=wide, device=qkv.device)
+        for c in ctx.classes:
+            where = (qkv, ctx.packing.starts, ctx.packing.ends, grad)
             if c.tiles == 1:
-                group = _heads_together(c, heads)
+                group, tiles = _heads_together(c, heads), _whole(c.tile, qkv.dtype, backward=True)
                 _attention_backward_whole[(c.count, triton.cdiv(heads, group))](
-                    qkv, starts, ends, grad, dqkv, share, c.first, heads, size, group, **fixed, **_whole(c.tile, backward=True)
+                    *where, dqkv, share, c.first, heads, size, group, **ctx.fixed, **tiles
                 )
                 continue
-            delta = (grad.to(ctx.kind) * out[0]).view(len(grad), heads, size).sum(-1)
+            delta = (grad.to(wide) * out[0]).view(len(grad), heads, size).sum(-1)
             tables = (lse, delta, dqkv, share, c.first, c.first, c.tiles, heads, size)
             for kernel in (_attention_backward_queries, _attention_backward_keys):
-                kernel[(c.count, heads, c.tiles)](qkv, starts, ends, grad, *tables, **fixed)
-        return dqkv, column_sums(share, ctx.kind), None, None, None
+                kernel[(c.count, heads, c.tiles)](*where, *tables, TILE=c.tile, **ctx.fixed)
+        return dqkv, column_sums(share, wide), None, None, None
 
 
 def _heads_together(c: _Class, heads: int) -> int:
@@ -295,8 +306,9 @@ def _heads_together(c: _Class, heads: int) -> int:
     return heads if c.count * heads >= 4096 else 1
 
 
-def _whole(tile: int, *, backward: bool = False) -> dict[str, int]:
-    """Queries at a time, loads in flight and warps for prefixes of one tile: the best of those measured on an H200."""
+def _whole(tile: int, kind: torch.dtype, *, backward: bool = False) -> dict[str, int]:
+    """The tile, queries at a time, loads in flight and warps for prefixes of one tile: the best measured on an H200."""
     if tile == 128:
-        return {"QUERIES": 128, "STAGES": 2, "num_warps": 8} if backward else {"QUERIES": 64, "STAGES": 2, "num_warps": 4}
-    return {"QUERIES": tile, "STAGES": 3 if backward else 2, "num_warps": 4 if tile == 64 else 2}
+        return {"TILE": 128, "QUERIES": 128 if backward else 64, "STAGES": 2, "num_warps": 8 if backward else 4}
+    stages = (3 if backward else 2) if kind.itemsize == 2 else 1
+    return {"TILE": tile, "QUERIES": tile, "STAGES": stages, "num_warps": 4 if tile == 64 else 2}

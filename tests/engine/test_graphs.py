@@ -1,0 +1,216 @@
+"""Training steps by `Stepper`: on a CPU the plain step, on CUDA a recorded graph that does what the plain step does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_runs import small_run
+from torch import Tensor
+
+import entp
+from entp.config import Run
+from entp.tasks.base import IGNORE, Batch
+from entp.training.distributed import World
+from entp.training.metrics import read_metrics
+from entp.training.optim import make_optimizers
+from entp.training.step import EAGER_STEPS, MOST_GRAPHS, State, Stepper, train_step
+
+STEPS = 12
+FP32: dict[str, Any] = {"precision": "fp32"}
+SCHEDULE = {"warmup": 3, "decay_steps": STEPS}
+"""From 1e-3 up to 3e-3 and down to 3e-4 again within the steps compared."""
+
+
+def start(run: Run, device: str) -> tuple[State, Stepper]:
+    torch.manual_seed(run.seed)
+    model = entp.Transformer(run.model).to(device)
+    state = State(model, make_optimizers(model, run.optim))
+    return state, Stepper(run, state, torch.device(device), World())
+
+
+def batches(run: Run, count: int = STEPS) -> list[Batch]:
+    return [run.task.batch(run.seed, "train", step, run.batch) for step in range(count)]
+
+
+def go(stepper: Stepper, data: list[Batch]) -> list[tuple[float, float]]:
+    """Loss and gradient norm of a step on each batch."""
+    found = []
+    for batch in data:
+        loss, norm, stop = stepper(batch)
+        assert not stop
+        found.append((float(loss), float(norm)))
+        stepper.state.step += 1
+    return found
+
+
+def weights(state: State) -> Tensor:
+    """All parameters but biases of keys: softmax ignores those, so their gradient is rounding, which AdamW scales up."""
+    parts = []
+    for name, p in state.model.named_parameters():
+        q_k_v = p.detach().chunk(3) if name.endswith("qkv.bias") else (p.detach(),)
+        parts += [part.flatten() for n, part in enumerate(q_k_v) if n != 1]
+    return torch.cat(parts)
+
+
+def assert_same_training(run: Run, data: list[Batch], graphs: int, close: float = 1e-5) -> None:
+    """Steps with and without graphs have the same losses and norms and end at the same weights; `graphs` are recorded."""
+    state, stepper = start(run, "cuda")
+    before = weights(state).clone()
+    plain, eager = start(changed(run, graph=False), "cuda")
+    got, want = go(stepper, data), go(eager, data)
+    assert len(stepper.graphs) == graphs
+    assert not eager.graphs
+    assert np.array(got) == pytest.approx(np.array(want), rel=close)
+    moved = (weights(plain) - before).norm()
+    assert (weights(state) - weights(plain)).norm() < 100 * close * moved
+    assert moved > 0
+
+
+def changed(run: Run, **train: Any) -> Run:
+    return replace(run, train=replace(run.train, **train))
+
+
+def with_other_mask(batch: Batch, first: int) -> Batch:
+    """The same sequences, with targets from position `first` on only."""
+    y = batch.y.copy()
+    y[:, :first] = IGNORE
+    return Batch(batch.x, y)
+
+
+# On a CPU
+
+
+@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix"])
+def test_on_a_cpu_it_is_the_plain_step(mode: str) -> None:
+    run = small_run(mode=mode, optim=SCHEDULE)
+    state, stepper = start(run, "cpu")
+    plain, _ = start(run, "cpu")
+    for batch in batches(run, 5):
+        loss, norm, stop = stepper(batch)
+        want = train_step(run, plain, batch, torch.device("cpu"), World())
+        assert (loss, norm, stop) == want
+        state.step += 1
+        plain.step += 1
+    assert not stepper.graphs
+    for a, b in zip(state.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_wish_to_stop_is_passed_on(device: str) -> None:
+    run = small_run(train=FP32)
+    _, stepper = start(run, device)
+    for batch in batches(run, EAGER_STEPS + 2):
+        assert [stepper(batch, stop)[2] for stop in (False, True)] == [False, True]
+
+
+# On CUDA
+
+RUNS: dict[str, dict[str, Any]] = {
+    "entp": {"train": FP32},
+    "entp in parts": {"train": {**FP32, "token_budget": 120}},
+    "entp in very many parts": {"train": {**FP32, "token_budget": 10}},
+    "entp in half precision": {"train": {"precision": "bf16"}},
+    "entp by muon": {"train": FP32, "optim": {"name": "muon"}},
+    "decoder": {"mode": "decoder", "train": FP32},
+    "prefix": {"mode": "prefix", "train": FP32},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", RUNS.values(), ids=RUNS.keys())
+def test_replays_follow_plain_steps(changes: dict[str, Any]) -> None:
+    """Other batches and another rate at every step: losses, norms and the weights after 12 steps, 9 of them replayed."""
+    run = small_run(**{**changes, "optim": {**SCHEDULE, **changes.get("optim", {})}})
+    half = run.train.precision == "bf16" or run.optim.name == "muon"  # which works in bf16 on CUDA
+    assert_same_training(run, batches(run), graphs=1, close=1e-4 if half else 1e-5)
+
+
+@pytest.mark.gpu
+def test_a_graph_is_recorded_after_a_few_steps() -> None:
+    run = small_run()
+    _, stepper = start(run, "cuda")
+    counts = []
+    for batch in batches(run, EAGER_STEPS + 2):
+        go(stepper, [batch])
+        counts.append(len(stepper.graphs))
+    assert counts == [0] * EAGER_STEPS + [1, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["entp", "decoder"])
+def test_another_mask_is_another_graph(mode: str) -> None:
+    """Other targets, once: a plain step between replays. As often as the first: a graph of their own."""
+    run = small_run(mode=mode, train=FP32, optim=SCHEDULE)
+    data = batches(run, EAGER_STEPS + 5)
+    data[EAGER_STEPS + 2] = with_other_mask(data[EAGER_STEPS + 2], 6)
+    assert_same_training(run, data, graphs=1)
+    both = [batch for own in data for batch in (own, with_other_mask(own, 6))]
+    assert_same_training(run, both, graphs=2)
+
+
+@pytest.mark.gpu
+def test_graphs_are_kept_for_a_few_shapes_only() -> None:
+    """Each holds the memory of a step; what comes later runs as plain steps."""
+    run = small_run(train=FP32)
+    data = [
+        b for first in range(3, 4 + MOST_GRAPHS) for b in (with_other_mask(b, first) for b in batches(run, EAGER_STEPS + 2))
+    ]
+    assert_same_training(run, data, graphs=MOST_GRAPHS)
+
+
+@pytest.mark.gpu
+def test_many_other_masks_between_replays() -> None:
+    """A graph reads where its prefixes stand from memory that must still be there when other masks have come and gone."""
+    run = small_run(train=FP32, optim=SCHEDULE)
+    others = []
+    for number, batch in enumerate(batches(run, 40)):
+        y = batch.y.copy()
+        y[np.random.default_rng(number).random(y.shape) < 0.5] = IGNORE
+        others.append(Batch(batch.x, y))
+    data = batches(run, EAGER_STEPS + 5)
+    assert_same_training(run, [*data[:-2], *others, *data[-2:]], graphs=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reason", ["padding", "packed"])
+def test_what_cannot_be_recorded_runs_as_plain_steps(reason: str) -> None:
+    run = small_run(train={**FP32, "impl": "packed" if reason == "packed" else "auto"})
+    data = batches(run, EAGER_STEPS + 3)
+    if reason == "padding":
+        data = [Batch(b.x, b.y, np.full(len(b.x), b.x.shape[1])) for b in data]
+    assert_same_training(run, data, graphs=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resumed_runs_record_again_and_continue(optimizer: str, tmp_path: Path) -> None:
+    """A run of 14 steps, and one that was stopped after 7 and resumed: replays before and after the checkpoint."""
+
+    def run(steps: int) -> Run:
+        return small_run(steps=steps, optim={"name": optimizer}, train={**FP32, "checkpoint_every": 7, "eval_every": 7})
+
+    entp.train(run(14), tmp_path / "whole", device="cuda", quiet=True)
+    entp.train(run(7), tmp_path / "parts", device="cuda", quiet=True)
+    entp.train(run(14), tmp_path / "parts", device="cuda", resume=True, quiet=True)
+    whole, parts = ([r["loss"] for r in read_metrics(tmp_path / name)] for name in ("whole", "parts"))
+    assert len(whole) == 16
+    assert parts == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_from_a_gpu_continues_on_a_cpu_and_back(optimizer: str, tmp_path: Path) -> None:
+    def run(steps: int) -> Run:
+        return small_run(steps=steps, optim={"name": optimizer}, train=FP32)
+
+    entp.train(run(15), tmp_path / "whole", device="cuda", quiet=True)
+    for steps, device in ((5, "cuda"), (10, "cpu"), (15, "cuda")):
+        entp.train(run(steps), tmp_path / "parts", device=device, resume=steps > 5, quiet=True)
+    whole, parts = ([r["loss"] for r in read_metrics(tmp_path / name)] for name in ("whole", "parts"))
+    assert parts == pytest.approx(whole, rel=1e-4 if optimizer == "adamw" else 1e-2)  # muon works in bf16 on CUDA

@@ -1,0 +1,324 @@
+"""Triton kernels that go over rows once, against the plain functions that define them: outputs and every gradient.
+
+Without a GPU they run through Triton's interpreter: the same code, one program after the other, about 10 ms each, so shapes
+are small. With a GPU they run there, as part of `make gpu-test`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from random_models import random_inputs, random_model
+from torch import Tensor, nn
+
+from entp.engine.layout import Packing, pack
+
+pytest.importorskip("triton")
+from entp.engine.triton import loss, rows
+from entp.engine.triton.embed import embed
+from entp.engine.triton.linear import linear, norm_linear
+from entp.engine.triton.rows import Norm
+
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EXAMPLES = 6 if DEVICE == "cpu" else 4
+"""A GPU has to compile kernels for nearly every one of them."""
+CLOSE = 1e-9
+"""Largest deviation allowed in float64, see worst."""
+NORMS = [Norm(True, 1e-5), Norm(False, 0.0)]
+WIDTHS = [1, 5, 16, 33, 100]
+
+
+def packing(batch: int, time: int, seed: int, chance: float = 0.5) -> Packing:
+    """Random prefixes, among them one of length 1 and the longest."""
+    wanted = torch.rand(batch, time, generator=torch.Generator().manual_seed(seed)) < chance
+    wanted[0, 0] = wanted[-1, -1] = True
+    return pack(wanted, torch.device(DEVICE))
+
+
+def of_lengths(*lengths: int) -> Packing:
+    """One sequence's prefixes of these lengths."""
+    wanted = torch.zeros(1, max(lengths), dtype=torch.bool)
+    wanted[0, [m - 1 for m in lengths]] = True
+    return pack(wanted, torch.device(DEVICE))
+
+
+def numbers(*shape: int, seed: int, size: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * size).to(DEVICE, dtype)
+
+
+def results(got: Any, leaves: list[Tensor]) -> list[Tensor]:
+    """All outputs, and the gradient of each leaf for a fixed direction of each output."""
+    outputs = got if isinstance(got, tuple) else (got,)
+    directions = [torch.sin(torch.arange(o.numel(), device=o.device) + 0.7 * n) for n, o in enumerate(outputs)]
+    gradients = torch.autograd.grad(outputs, leaves, [d.to(o).view_as(o) for d, o in zip(directions, outputs, strict=True)])
+    return [*(o.detach() for o in outputs), *gradients]
+
+
+def with_gradients(function: Callable[..., Any], inputs: list[Tensor], *rest: Any) -> list[Tensor]:
+    """The results of function(*inputs, *rest)."""
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    return results(function(*leaves, *rest), leaves)
+
+
+def worst(got: list[Tensor], want: list[Tensor]) -> float:
+    """Largest deviation, relative to the largest number of its tensor, or to 1 (a one-row prefix has zero gradients)."""
+    assert [g.shape for g in got] == [w.shape for w in want]
+    pairs = [(g.detach().double(), w.detach().double()) for g, w in zip(got, want, strict=True) if w.numel()]
+    return float(torch.stack([(g - w).abs().max() / w.abs().max().clamp(min=1.0) for g, w in pairs]).max()) if pairs else 0.0
+
+
+@contextmanager
+def memory_full_of_nan() -> Iterator[None]:
+    """Inside, torch.empty gives NaN."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        assert bool(torch.empty(3, device=DEVICE).isnan().all())
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = before
+
+
+# Residual and norm
+
+
+def plain_first(h_BTD: Tensor, y: Tensor, bias: Tensor, norm: Norm, plan: Packing) -> tuple[Tensor, Tensor]:
+    return rows.plain_add_norm(h_BTD.flatten(0, 1)[plan.row_index], y, bias, norm)
+
+
+def plain_last(h: Tensor, y: Tensor, bias: Tensor, norm: Norm, plan: Packing) -> tuple[Tensor, Tensor, Tensor]:
+    h, x = rows.plain_add_norm(h, y, bias, norm)
+    return h[plan.last_row], x, x[plan.last_row]
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.integers(1, 70), st.sampled_from(WIDTHS), st.sampled_from(NORMS), st.integers(0, 99))
+@example(200, 24, NORMS[0], 0)
+def test_add_norm(count: int, width: int, norm: Norm, seed: int) -> None:
+    inputs = [numbers(count, width, seed=seed), numbers(count, width, seed=seed + 1), numbers(width, seed=seed + 2)]
+    want = with_gradients(rows.plain_add_norm, inputs, norm)
+    assert worst(with_gradients(rows.add_norm, inputs, norm), want) < CLOSE
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_programs_that_take_several_tiles(norm: Norm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 2 programs for 5 tiles of rows, one has 3 and one has 2: gradients of biases add up all the same."""
+    monkeypatch.setattr(rows, "PROGRAMS", 2)
+    inputs = [numbers(73, 7, seed=0), numbers(73, 7, seed=1), numbers(7, seed=2)]
+    want = with_gradients(rows.plain_add_norm, inputs, norm)
+    assert worst(with_gradients(rows.add_norm, inputs, norm), want) < CLOSE
+    inputs = [numbers(73 * 2, 150, seed=3), numbers(150, seed=4)]
+    want = with_gradients(rows.plain_activate, inputs, norm.layer)
+    assert worst(with_gradients(rows.activate, inputs, norm.layer), want) < CLOSE
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.integers(1, 3), st.integers(1, 20), st.sampled_from(WIDTHS), st.sampled_from(NORMS), st.integers(0, 99))
+@example(1, 1, 8, NORMS[0], 0)
+def test_first_add_norm(batch: int, time: int, width: int, norm: Norm, seed: int) -> None:
+    """The stream's rows come from tokens; a token that no wanted prefix has gets no gradient."""
+    plan = packing(batch, time, seed)
+    inputs = [numbers(batch, time, width, seed=seed), numbers(plan.rows, width, seed=seed + 1), numbers(width, seed=seed + 2)]
+    want = with_gradients(plain_first, inputs, norm, plan)
+    assert worst(with_gradients(rows.first_add_norm, inputs, norm, plan), want) < CLOSE
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.integers(1, 3), st.integers(1, 12), st.sampled_from(WIDTHS), st.sampled_from(NORMS), st.integers(0, 99))
+@example(2, 1, 8, NORMS[0], 0)
+def test_last_add_norm(batch: int, time: int, width: int, norm: Norm, seed: int) -> None:
+    plan = packing(batch, time, seed)
+    inputs = [numbers(plan.rows, width, seed=seed), numbers(plan.rows, width, seed=seed + 1), numbers(width, seed=seed + 2)]
+    want = with_gradients(plain_last, inputs, norm, plan)
+    assert worst(with_gradients(rows.last_add_norm, inputs, norm, plan), want) < CLOSE
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.integers(1, 70), st.sampled_from(WIDTHS), st.sampled_from(NORMS), st.integers(0, 99))
+def test_normed(count: int, width: int, norm: Norm, seed: int) -> None:
+    def plain(h: Tensor) -> Tensor:
+        return F.layer_norm(h, h.shape[-1:], eps=norm.eps) if norm.layer else h
+
+    inputs = [numbers(count, width, seed=seed, size=3.0)]
+    assert worst(with_gradients(rows.normed, inputs, norm, torch.float64), with_gradients(plain, inputs)) < CLOSE
+
+
+def test_norm_of_rows_far_from_zero() -> None:
+    """Rows whose mean is a million times their spread: the variance is taken after the mean, or all digits would be gone."""
+    h, other = numbers(5, 24, seed=0) + 1e6, numbers(5, 24, seed=1)
+    want = with_gradients(rows.plain_add_norm, [h, other, numbers(24, seed=2)], NORMS[0])
+    assert worst(with_gradients(rows.add_norm, [h, other, numbers(24, seed=2)], NORMS[0]), want) < CLOSE
+
+
+# Activation
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.integers(1, 40), st.sampled_from([1, 20, 128, 129, 256]), st.booleans(), st.integers(0, 99))
+def test_activate(count: int, width: int, gelu: bool, seed: int) -> None:
+    inputs = [numbers(count, width, seed=seed, size=2.0), numbers(width, seed=seed + 1)]
+    want = with_gradients(rows.plain_activate, inputs, gelu)
+    assert worst(with_gradients(rows.activate, inputs, gelu), want) < CLOSE
+
+
+@pytest.mark.parametrize("gelu", [True, False])
+def test_activation_of_extreme_numbers(gelu: bool) -> None:
+    inputs = [torch.tensor([[-1e4, -50.0, 0.0, 50.0, 1e4]], device=DEVICE, dtype=torch.float64), numbers(5, seed=0, size=1e-3)]
+    got = with_gradients(rows.activate, inputs, gelu)
+    assert all(bool(t.isfinite().all()) for t in got)
+    assert worst(got, with_gradients(rows.plain_activate, inputs, gelu)) < CLOSE
+
+
+# Folding of a norm into a matrix, and products
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.integers(1, 50), st.sampled_from(WIDTHS), st.integers(0, 99))
+def test_fold_and_its_gradients(outputs: int, width: int, seed: int) -> None:
+    w, bias = numbers(outputs, width, seed=seed), numbers(outputs, seed=seed + 1)
+    gain, shift = numbers(width, seed=seed + 2), numbers(width, seed=seed + 3)
+    want_w, want_b, *want = with_gradients(rows.plain_fold, [w, bias, gain, shift])
+    assert worst(list(rows.fold(w, bias, gain, shift, torch.float64)), [want_w, want_b]) < CLOSE
+    dw, db = (torch.sin(torch.arange(t.numel(), device=DEVICE) + 0.7 * n).to(t).view_as(t) for n, t in enumerate((w, bias)))
+    d_w, d_gain, d_shift = rows.fold_backward(dw, db, w, gain, shift)
+    assert worst([d_w, db, d_gain, d_shift], want) < CLOSE
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.integers(1, 600), st.integers(1, 20), st.integers(0, 99))
+@example(256, 8, 0)
+@example(257, 9, 0)
+def test_column_sums(count: int, width: int, seed: int) -> None:
+    part = numbers(count, width, seed=seed)
+    assert worst([rows.column_sums(part, torch.float64)], [part.sum(0)]) < CLOSE
+    single = part.float()
+    got = rows.column_sums(single, torch.float64)
+    assert got.dtype == torch.float64
+    assert worst([got], [single.double().sum(0)]) < CLOSE
+
+
+def layers(width: int, outputs: int, seed: int, normed: bool) -> tuple[nn.Linear, nn.Module]:
+    """A linear layer, and a norm of random gain and shift before it, or none."""
+    torch.manual_seed(seed)
+    layer, norm = nn.Linear(width, outputs), nn.LayerNorm(width) if normed else nn.Identity()
+    for p in norm.parameters():
+        nn.init.normal_(p)
+    return layer.to(DEVICE, torch.float64), norm.to(DEVICE, torch.float64)
+
+
+def gain_and_shift(x: Tensor, norm: nn.Module) -> Tensor:
+    """What is left to do for rows that are normed already."""
+    return norm.weight * x + norm.bias if isinstance(norm, nn.LayerNorm) else x
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.integers(1, 20), st.sampled_from(WIDTHS), st.integers(1, 30), st.booleans(), st.integers(0, 99))
+def test_norm_linear(count: int, width: int, outputs: int, normed: bool, seed: int) -> None:
+    """Product and bias add up to the plain layer with all its gradients; the product alone is without the bias."""
+    layer, norm = layers(width, outputs, seed, normed)
+    x = numbers(count, width, seed=seed).requires_grad_()
+    leaves = [x, *layer.parameters(), *norm.parameters()]
+    product, bias = norm_linear(x, layer, norm)
+    assert worst(results(product + bias, leaves), results(layer(gain_and_shift(x, norm)), leaves)) < CLOSE
+    assert worst([product], [x @ (layer.weight * norm.weight if normed else layer.weight).T]) < CLOSE
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.integers(1, 20), st.sampled_from([5, 24]), st.booleans(), st.booleans(), st.integers(0, 99))
+def test_norm_linear_and_activate(count: int, width: int, normed: bool, gelu: bool, seed: int) -> None:
+    """The two as the MLP uses them: the activation adds the bias, whose gradient reaches bias, matrix and shift."""
+    layer, norm = layers(width, 4 * width, seed, normed)
+    x = numbers(count, width, seed=seed).requires_grad_()
+    leaves = [x, *layer.parameters(), *norm.parameters()]
+    got = rows.activate(*norm_linear(x, layer, norm), gelu)
+    want = rows.plain_activate(layer(gain_and_shift(x, norm)), torch.zeros_like(layer.bias), gelu)
+    assert worst(results(got, leaves), results(want, leaves)) < CLOSE
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_norm_linear_with_the_bias_in_the_product(normed: bool) -> None:
+    """With `add` the product has the bias; it passes no gradient to it, because the kernel that reads it does."""
+    layer, norm = layers(12, 7, 0, normed)
+    x = numbers(5, 12, seed=0).requires_grad_()
+    product, bias = norm_linear(x, layer, norm, add=True)
+    want = layer(gain_and_shift(x, norm))
+    assert worst([product, bias], [want, layer(gain_and_shift(torch.zeros_like(x), norm))[0]]) < CLOSE
+    leaves = [x, *layer.parameters(), *norm.parameters()]
+    through_the_product = x @ (layer.weight * norm.weight if normed else layer.weight).T
+    _, *wanted = results(through_the_product + 0 * sum(p.sum() for p in leaves), leaves)
+    _, *got = results(product + 0 * sum(p.sum() for p in leaves), leaves)
+    assert worst(got, wanted) < CLOSE
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.integers(0, 20), st.integers(1, 33), st.integers(1, 30), st.integers(0, 99))
+def test_linear(count: int, width: int, outputs: int, seed: int) -> None:
+    inputs = [numbers(count, width, seed=seed), numbers(outputs, width, seed=seed + 1)]
+    assert worst(with_gradients(linear, inputs), with_gradients(F.linear, inputs)) < CLOSE
+
+
+# Token and position vectors
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.integers(1, 3), st.integers(1, 12), st.integers(1, 4), st.sampled_from([1, 24]), st.integers(0, 99))
+@example(2, 64, 3, 5, 0)
+@example(1, 2, 2, 65, 0)
+def test_embed(batch: int, time: int, vocab: int, width: int, seed: int) -> None:
+    """Tokens that come often or never, and positions past the end of the sequences."""
+    model = random_model(seed, vocab=vocab, width=width, heads=1, layers=1, positions=64).to(DEVICE)
+    x = random_inputs(model, batch, time, seed).to(DEVICE)
+    leaves = [model.tokens.weight, model.positions]
+    assert worst(results(embed(model, x), leaves), results(model.embed(x), leaves)) < CLOSE
+
+
+# The loss
+
+
+def targets_below(count: int, vocab: int, seed: int) -> Tensor:
+    return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.integers(0, 9), st.sampled_from([1, 2, 3, 64, 100, 4095]), st.integers(0, 99))
+@example(2, loss.BLOCK + 1, 0)
+@example(1, 2 * loss.BLOCK, 0)
+def test_cross_entropy(count: int, vocab: int, seed: int) -> None:
+    """Vocabularies that are one block, less, or several and a bit; no rows at all is a loss of 0."""
+    inputs, targets = [numbers(count, vocab, seed=seed, size=4.0)], targets_below(count, vocab, seed)
+    want = with_gradients(loss.plain_cross_entropy, inputs, targets)
+    assert worst(with_gradients(loss.cross_entropy, inputs, targets), want) < CLOSE
+
+
+@pytest.mark.parametrize("size", [1e3, 1e5])
+def test_cross_entropy_of_extreme_logits(size: float) -> None:
+    """Also where whole blocks of logits are negligible, and where the target is."""
+    logits = numbers(6, loss.BLOCK + 5, seed=0, size=size)
+    logits[0, : loss.BLOCK] = -size
+    logits[1, loss.BLOCK :] = -size
+    targets = targets_below(6, loss.BLOCK + 5, 1)
+    targets[2], targets[3] = logits[2].argmax(), logits[3].argmin()
+    got = with_gradients(loss.cross_entropy, [logits], targets)
+    assert all(bool(t.isfinite().all()) for t in got)
+    assert worst(got, with_gradients(loss.plain_cross_entropy, [logits], targets)) < CLOSE
+
+
+def test_cross_entropy_of_half_precision_logits_is_summed_in_float32() -> None:
+    logits, targets = numbers(8, 100, seed=0, dtype=torch.bfloat16), targets_below(8, 100, 1)
+    got, gradient = with_gradients(loss.cross_entropy, [logits], targets)
+    want, plain_gradient = with_gradients(loss.plain_cross_entropy, [logits.double()], targets)
+    assert got.dtype == torch.float32
+    assert gradient.dtype == torch.bfloat16
+    assert worst([got], [want]) < 1e-6
+    assert worst([gradient], [plain_gradient]) < 2**-8

@@ -133,13 +133,15 @@ def bench_command(args: list[str]) -> int:
     options: Any = _parse(BENCHES[what], args[1:] if args[:1] == [what] else args, f"entp bench {what}")
     from entp.bench import record
 
-    if options.out is not None:
-        record.read(options.out)  # a file that cannot be used is an error before the work, not after it
+    out = options.out
+    if out is not None:
+        record.read(out)  # a file that cannot be used is an error before the work, not after it
     module = importlib.import_module(f"entp.bench.{what}")
-    section = module.bench(options)
+    keep = {"save": lambda part: record.record(out, what, part)} if what == "step" and out is not None else {}
+    section = module.bench(options, **keep)
     print(module.report(section))
-    if options.out is not None:
-        print(f"\n{record.record(options.out, what, section)}")
+    if out is not None:
+        print(f"\n{record.record(out, what, section)}")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -19,6 +20,7 @@ from entp.cli import COMMANDS
 from entp.config import IMPLS
 from entp.engine import packed, reference
 from entp.engine.api import default_token_budget
+from entp.engine.flops import engine_flops
 from entp.experiments import RECIPES
 
 ROOT = Path(__file__).parent.parent
@@ -232,12 +234,26 @@ def test_engine_document_names_the_implementations() -> None:
     assert all(f"`{impl}`" in text for impl in IMPLS)
 
 
-def test_measured_ratios_are_those_of_the_results_file() -> None:
-    import json
-
+def test_measured_ratios_are_those_of_the_results_files() -> None:
+    """In the order in which docs/engine.md has them: the H200's shapes, then the CPU's run."""
+    speed = json.loads((ROOT / "results/engine_speed.json").read_text())
     runs = json.loads((ROOT / "results/bench_step.json").read_text())["runs"]
     written = re.findall(r"\| (\d+\.\d+)x \|", (ROOT / "docs/engine.md").read_text())
     fast = ("entp packed", "entp triton")
-    recorded = [step["ratio"] for run in runs for step in run["steps"] if step["name"] in fast]
+    recorded = [row["ratio"] for run in [*speed["step"]["shapes"], *runs] for row in run["steps"] if row["name"] in fast]
     assert written == [f"{ratio:.2f}" for ratio in recorded]
-    assert all(run["environment"]["commit"] and run["environment"]["date"] for run in runs)
+    places = [*(section["environment"] for section in speed.values()), *(run["environment"] for run in runs)]
+    assert all(place["commit"] and place["date"] and place["device"] for place in places)
+
+
+def test_the_count_of_units_is_the_documents() -> None:
+    """docs/engine.md, roofline: Count3's rows, bytes of a unit, and operations."""
+    mask = torch.zeros(64, 64, dtype=torch.bool)
+    mask[:, 16:] = True
+    config = ModelConfig(vocab=64, positions=64, **SIZES["medium"])
+    rows = packed.pack(mask).rows
+    text = (ROOT / "docs" / "engine.md").read_text()
+    assert f"N = {rows:,} rows, a unit is {2 * config.width * rows / 1e6:.1f} MB" in text
+    units = (config.layers - 2) * (24 + 33) + 42 + 12
+    assert f"{units} units are {units * 2 * config.width * rows / 1e9:.0f} GB" in text
+    assert f"{engine_flops(config, mask).total / 1e12:.1f} TFLOP" in text

@@ -48,22 +48,24 @@ def make_step(run: Run, device: torch.device) -> Step:
     return lambda: stepper(batch)
 
 
-def bench(options: BenchStepOptions) -> dict[str, Any]:
-    """Measure every shape; returns what a results file keeps and `report` prints."""
+def bench(options: BenchStepOptions, save: Callable[[dict[str, Any]], object] = lambda _: None) -> dict[str, Any]:
+    """Measure every shape; returns what a results file keeps and `report` prints, and saves what there is after each shape."""
     device = bench_device(options.device)
     names = _contenders(options, device)
     shapes = named_shapes(options.shapes) if options.shapes else [_shape(options)]
     warmup = default_warmup(device) if options.warmup is None else options.warmup
-    measured = []
-    for shape in shapes:
-        measured.append(_measure(shape, names, options.repeats, warmup, options.profile, device))
-        release(device)
-    return {
+    section: dict[str, Any] = {
         "environment": environment(device, 1),
         "config": {"contenders": names, "repeats": options.repeats, "warmup": warmup},
-        "shapes": measured,
-        "targets": [row for shape in measured for row in _targets(shape)] if device.type == "cuda" else [],
+        "shapes": [],
+        "targets": [],
     }
+    for shape in shapes:
+        section["shapes"].append(_measure(shape, names, options.repeats, warmup, options.profile, device))
+        section["targets"] += _targets(section["shapes"][-1]) if device.type == "cuda" else []
+        release(device)
+        save(section)
+    return section
 
 
 def report(section: dict[str, Any]) -> str:

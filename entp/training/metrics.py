@@ -150,7 +150,9 @@ def environment(device: torch.device, world_size: int) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The git commit of the source, '+' appended if it has changes; outside a checkout, what ENTP_COMMIT says, or None."""
+    """What ENTP_COMMIT says, for a copy of the source; else its git commit, '+' appended if it has changes, or None."""
+    if "ENTP_COMMIT" in os.environ:
+        return os.environ["ENTP_COMMIT"]
     where = Path(__file__).parent
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=where, capture_output=True, text=True, check=True)
@@ -158,5 +160,5 @@ def _commit() -> str | None:
             ["git", "status", "--porcelain", "-uno"], cwd=where, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("ENTP_COMMIT")
+        return None
     return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")

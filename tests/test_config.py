@@ -271,6 +271,7 @@ OTHER_VALUES = {
     "train.impl": "packed",
     "train.token_budget": 9,
     "train.precision": "fp32",
+    "train.graph": False,
     "train.compile": True,
     "train.mirror": "wandb",
 }

@@ -27,6 +27,9 @@ from test_triton_rows import (
     EXAMPLES,
     NORMS,
     gain_and_shift,
+    kernel_add_norm,
+    kernel_first,
+    kernel_last,
     layers,
     memory_full_of_nan,
     numbers,
@@ -189,11 +192,11 @@ def case(name: str) -> Case:
     qkv, tokens = numbers(plan.rows, 36, seed=5), numbers(12, 36, seed=6)
     layer, three = NORMS[0], [vectors, y, bias[:12]]
     return {
-        "add_norm": lambda: Case(rows.add_norm, rows.plain_add_norm, three, (1,), (layer,)),
+        "add_norm": lambda: Case(kernel_add_norm, rows.plain_add_norm, three, (1,), (layer,)),
         "first_add_norm": lambda: Case(
-            rows.first_add_norm, plain_first, [tokens.view(2, 6, 36), numbers(plan.rows, 36, seed=7), bias], (1,), (layer, plan)
+            kernel_first, plain_first, [tokens.view(2, 6, 36), numbers(plan.rows, 36, seed=7), bias], (1,), (layer, plan)
         ),
-        "last_add_norm": lambda: Case(rows.last_add_norm, plain_last, three, (1,), (layer, plan)),
+        "last_add_norm": lambda: Case(kernel_last, plain_last, three, (1,), (layer, plan)),
         "normed": lambda: Case(
             lambda h: rows.normed(h, layer, h.dtype), lambda h: torch.nn.functional.layer_norm(h, h.shape[1:]), [vectors], ()
         ),

@@ -7,6 +7,9 @@ A norm's gain and shift are not applied to rows but folded into the matrix that 
 so x is all that is kept of a norm, and the gradients of gain and shift come from the matrix's own. Biases are added by the
 kernel that reads a product, which also adds up their gradient. The plain functions that define the kernels come first.
 
+The residual stream is fp32 on its way up; its gradient comes down in half precision, to which the matrix products would round
+it anyway (docs/engine.md, precision).
+
 Names: N rows, D width, K any width; `wide` is fp32 or float64, `half` what matrix products take: bf16, or the same as wide.
 """
 
@@ -31,6 +34,15 @@ class Norm(NamedTuple):
 
     layer: bool
     eps: float
+
+
+class Stream(NamedTuple):
+    """The residual stream. Autograd gives a tensor's gradient the tensor's own type, so another tensor carries it."""
+
+    rows: Tensor
+    """(N, D), wide. No gradient passes through it."""
+    carrier: Tensor
+    """(N, D) in half, without memory of its own: its gradient is that of the rows."""
 
 
 def plain_add_norm(h_ND: Tensor, y_ND: Tensor, bias_D: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
@@ -94,12 +106,12 @@ def _add_norm(
 
 @triton.jit
 def _add_norm_backward(
-    dh, dx, dlast, x, r_in, index, dh_out, dy_out, db_out, N, D, PER, KIND: tl.constexpr, NORM: tl.constexpr,
-    COPY: tl.constexpr, R: tl.constexpr, DP: tl.constexpr,
+    dh, dx, dlast, x, r_in, index, dh_out, db_out, N, D, PER, KIND: tl.constexpr, NORM: tl.constexpr, R: tl.constexpr,
+    DP: tl.constexpr,
 ):  # fmt: skip
-    """PER tiles of R rows: the gradient of h, its rounded copy for y, and this program's share of the bias's."""
+    """PER tiles of R rows: the gradient of h and of y, which are the same, and this program's share of the bias's."""
     cols = tl.arange(0, DP)
-    wide = dh_out.dtype.element_ty
+    wide = db_out.dtype.element_ty
     total = tl.zeros((DP,), wide)
     for tile in range(0, PER):
         rows = (tl.program_id(0).to(tl.int64) * PER + tile) * R + tl.arange(0, R)
@@ -114,12 +126,10 @@ def _add_norm_backward(
             r = tl.load(r_in + rows, mask=rows < N, other=0.0)
             g = tl.where(inside, _norm_gradient(g, tl.load(x + at, mask=inside, other=0.0).to(wide), r, D), 0.0)
         if KIND == 2:
-            g += tl.load(dh + there, mask=real, other=0.0)
+            g += tl.load(dh + there, mask=real, other=0.0).to(wide)
         else:
-            g += tl.load(dh + at, mask=inside, other=0.0)
-        tl.store(dh_out + at, g, mask=inside)
-        if COPY:
-            tl.store(dy_out + at, g.to(dy_out.dtype.element_ty), mask=inside)
+            g += tl.load(dh + at, mask=inside, other=0.0).to(wide)
+        tl.store(dh_out + at, g.to(dh_out.dtype.element_ty), mask=inside)
         total += tl.sum(g, 0)
     tl.store(db_out + tl.program_id(0) * D + cols, total, mask=cols < D)
 
@@ -143,7 +153,7 @@ def _first_add_norm_backward(
         if NORM:
             r = tl.load(r_in + rows, mask=first >= 0, other=0.0)
             g = tl.where(inside, _norm_gradient(g, tl.load(x + at, mask=inside, other=0.0).to(wide), r, D), 0.0)
-        g += tl.load(dh + at, mask=inside, other=0.0)
+        g += tl.load(dh + at, mask=inside, other=0.0).to(wide)
         tl.store(dy_out + at, g.to(dy_out.dtype.element_ty), mask=inside)
         total += g
     tl.store(dh_out + token * D + cols, tl.sum(total, 0), mask=cols < D)
@@ -215,71 +225,112 @@ def _fold_backward(dw, db, w, gain, shift, dw_out, sums, K, D, R: tl.constexpr, 
     tl.store(sums + share + D, tl.sum(weight * d_bias, 0), mask=cols < D)
 
 
-def add_norm(h: Tensor, y: Tensor, bias: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """As plain_add_norm; h is wide and so is the first result, the second has y's type."""
-    return _AddNorm.apply(h, y, bias, norm)
+def add_norm(h: Stream, y: Tensor, bias: Tensor, norm: Norm) -> tuple[Stream, Tensor]:
+    """As plain_add_norm; the normed rows have y's type."""
+    rows, carrier, x = _AddNorm.apply(*h, y, bias, norm)
+    return Stream(rows, carrier), x
 
 
-def first_add_norm(h_BTD: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Packing) -> tuple[Tensor, Tensor]:
+def first_add_norm(h_BTD: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Packing) -> tuple[Stream, Tensor]:
     """The same where h is still that of tokens: row n has the token packing.row_index[n] of all B T."""
-    return _FirstAddNorm.apply(h_BTD, y, bias, norm, packing)
+    rows, carrier, x = _FirstAddNorm.apply(h_BTD, y, bias, norm, packing)
+    return Stream(rows, carrier), x
 
 
-def last_add_norm(h: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Layout) -> tuple[Tensor, Tensor, Tensor]:
+def last_add_norm(h: Stream, y: Tensor, bias: Tensor, norm: Norm, packing: Layout) -> tuple[Stream, Tensor, Tensor]:
     """The same where the stream is read only at the end of each prefix: (M, D); normed rows, all (N, D) and there (M, D)."""
-    return _LastAddNorm.apply(h, y, bias, norm, packing)
+    rows, carrier, x, last = _LastAddNorm.apply(*h, y, bias, norm, packing)
+    return Stream(rows, carrier), x, last
+
+
+def stream_of(rows: Tensor, half: torch.dtype) -> Stream:
+    """A stream that begins with these rows; gradients do not pass."""
+    return Stream(rows.detach(), _carrier(rows, half))
+
+
+def stream_end(h: Stream, y: Tensor, bias: Tensor) -> Tensor:
+    """The rows after adding y + bias, as a tensor like any other."""
+    return _StreamEnd.apply(*h, y) + bias
+
+
+def _carrier(rows: Tensor, half: torch.dtype) -> Tensor:
+    return torch.empty(1, dtype=half, device=rows.device).expand(rows.shape)
+
+
+class _StreamEnd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, carrier: Tensor, y: Tensor) -> Tensor:
+        ctx.half = y.dtype
+        return rows + y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+        grad = grad.to(ctx.half)
+        return None, grad, grad
 
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h: Tensor, y: Tensor, bias: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        out = torch.empty_like(h)
-        x, r = _launch_add_norm(h, y, bias, None, out, None, 0, norm)
+    def forward(ctx, rows: Tensor, carrier: Tensor, y: Tensor, bias: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
+        out = torch.empty_like(rows)
+        x, r = _launch_add_norm(rows, y, bias, None, out, None, 0, norm)
         ctx.save_for_backward(x, r)
         ctx.norm = norm
-        return out, x
+        ctx.mark_non_differentiable(out)
+        ctx.set_materialize_grads(False)  # zeros for the rows would be a pass of their own
+        return out, _carrier(out, y.dtype), x
 
     @staticmethod
-    def backward(ctx, dh: Tensor, dx: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, _: Tensor, dh: Tensor, dx: Tensor) -> tuple[Tensor | None, ...]:
         x, r = ctx.saved_tensors
-        return *_launch_add_norm_backward(dh, dx, None, x, r, None, 0, ctx.norm), None
+        dh, db = _launch_add_norm_backward(dh.contiguous(), dx, None, x, r, None, 0, ctx.norm)
+        return None, dh, dh, db, None
 
 
 class _FirstAddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Packing) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx, h: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Packing
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         out = h.new_empty(y.shape)
         x, r = _launch_add_norm(h.contiguous(), y, bias, packing.row_index, out, None, 1, norm)
         ctx.save_for_backward(x, r)
         ctx.norm, ctx.packing, ctx.shape = norm, packing, h.shape
-        return out, x
+        ctx.mark_non_differentiable(out)
+        ctx.set_materialize_grads(False)  # zeros for the rows would be a pass of their own
+        return out, _carrier(out, y.dtype), x
 
     @staticmethod
-    def backward(ctx, dh: Tensor, dx: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, _: Tensor, dh: Tensor, dx: Tensor) -> tuple[Tensor | None, ...]:
         x, r = ctx.saved_tensors
         batch, time, width = ctx.shape
-        dh_out, dy = dh.new_empty(ctx.shape), torch.empty_like(x)
-        tile = _tile(width)
+        d_tokens, dy = r.new_empty(ctx.shape), torch.empty_like(x)
+        dh, dx, first = dh.contiguous(), dx.contiguous(), ctx.packing.row_of
         _first_add_norm_backward[(batch * time,)](
-            dh, dx, x, r, ctx.packing.row_of, dh_out, dy, time, width, ctx.norm.layer, **tile
-        )
-        return dh_out, dy, column_sums(dh_out.flatten(0, 1), dh.dtype), None, None
+            dh, dx, x, r, first, d_tokens, dy, time, width, ctx.norm.layer, **_tile(width)
+        )  # fmt: skip
+        return d_tokens, dy, column_sums(d_tokens.flatten(0, 1), r.dtype), None, None
 
 
 class _LastAddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Layout) -> tuple[Tensor, Tensor, Tensor]:
-        out, last = h.new_empty(len(packing.length), h.shape[1]), y.new_empty(len(packing.length), h.shape[1])
-        x, r = _launch_add_norm(h, y, bias, packing.last_slot, out, last, 2, norm)
+    def forward(
+        ctx, rows: Tensor, carrier: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Layout
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        out, last = (t.new_empty(len(packing.length), rows.shape[1]) for t in (rows, y))
+        x, r = _launch_add_norm(rows, y, bias, packing.last_slot, out, last, 2, norm)
         ctx.save_for_backward(x, r)
         ctx.norm, ctx.packing = norm, packing
-        return out, x, last
+        ctx.mark_non_differentiable(out)
+        ctx.set_materialize_grads(False)  # zeros for the rows would be a pass of their own
+        return out, _carrier(out, y.dtype), x, last
 
     @staticmethod
-    def backward(ctx, dh: Tensor, dx: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, _: Tensor, dh: Tensor, dx: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
         x, r = ctx.saved_tensors
         slots = ctx.packing.last_slot
-        return *_launch_add_norm_backward(dh.contiguous(), dx, dlast.contiguous(), x, r, slots, 2, ctx.norm), None, None
+        dh, db = _launch_add_norm_backward(dh.contiguous(), dx, dlast.contiguous(), x, r, slots, 2, ctx.norm)
+        return None, dh, dh, db, None, None
 
 
 def _launch_add_norm(
@@ -297,18 +348,16 @@ def _launch_add_norm(
 
 def _launch_add_norm_backward(
     dh: Tensor, dx: Tensor, dlast: Tensor | None, x: Tensor, r: Tensor, index: Tensor | None, kind: int, norm: Norm
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of h, y and the bias."""
+) -> tuple[Tensor, Tensor]:
+    """The gradient of h and y, and that of the bias."""
     count, width = x.shape
     tile = _tile(width)
     per, programs = _shares(triton.cdiv(count, tile["R"]), PROGRAMS)
-    dh_out = dh.new_empty(count, width)
-    dy = dh_out if x.dtype == dh.dtype else torch.empty_like(x)
-    db = dh.new_empty(programs, width)
+    dh_out, db = torch.empty_like(x), r.new_empty(programs, width)
     _add_norm_backward[(programs,)](
-        dh, dx.contiguous(), dlast, x, r, index, dh_out, dy, db, count, width, per, kind, norm.layer, dy is not dh_out, **tile
-    )
-    return dh_out, dy, column_sums(db, db.dtype)
+        dh, dx.contiguous(), dlast, x, r, index, dh_out, db, count, width, per, kind, norm.layer, **tile
+    )  # fmt: skip
+    return dh_out, column_sums(db, db.dtype)
 
 
 @triton.jit

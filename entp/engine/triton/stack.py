@@ -1,7 +1,7 @@
 """All prefixes on a GPU: the same savings as packed.py, in kernels that each pass over the rows once.
 
-What flows between kernels is the residual stream h in fp32 and, for the matrix products, normed rows x in half precision. A
-block reads, from the products y of the block before it:
+What flows between kernels is the residual stream h in fp32 (its gradient in half precision) and, for the matrix products,
+normed rows x in half precision. A block reads, from the products y of the block before it:
 
     h, x = add_norm(h, y)     attention = prefix_attention(norm_linear(x))      y = linear(attention)
     h, x = add_norm(h, y)     a = activate(norm_linear(x))                      y = linear(a)
@@ -22,7 +22,17 @@ from entp.engine.triton.attention import prefix_attention
 from entp.engine.triton.embed import embed
 from entp.engine.triton.last import LastAttention
 from entp.engine.triton.linear import linear, norm_linear
-from entp.engine.triton.rows import Norm, activate, add_norm, first_add_norm, last_add_norm, normed
+from entp.engine.triton.rows import (
+    Norm,
+    Stream,
+    activate,
+    add_norm,
+    first_add_norm,
+    last_add_norm,
+    normed,
+    stream_end,
+    stream_of,
+)
 from entp.engine.triton.running import running_attention
 
 if TYPE_CHECKING:
@@ -42,12 +52,11 @@ def prefix_hidden(model: Transformer, x: Tensor, wanted: Tensor) -> Tensor:
     h = embed(model, x[:, : packing.longest])
     h = h.to(torch.promote_types(h.dtype, torch.float32))
     with torch.autocast(device, enabled=False):
-        h, y = first_layer(blocks[0], h, half or h.dtype, packing)
-        out = upper_layers(blocks, h, y, packing)
+        out = upper_layers(blocks, *first_layer(blocks[0], h, half or h.dtype, packing), packing)
     return out.index_select(0, packing.caller_order)
 
 
-def first_layer(block: Block, h_BTD: Tensor, half: torch.dtype, packing: Packing) -> tuple[Tensor, Tensor]:
+def first_layer(block: Block, h_BTD: Tensor, half: torch.dtype, packing: Packing) -> tuple[Stream, Tensor]:
     """Layer 1 from tokens: the stream (N, D), and the product that has yet to be added to it."""
     x = normed(h_BTD.flatten(0, 1), norm_of(block.norm_1), half)
     qkv, bias = norm_linear(x, block.qkv, block.norm_1, add=True)
@@ -62,8 +71,8 @@ def from_first_layer(model: Transformer, h: Tensor, attended: Tensor, packing: L
     half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h.dtype
     with torch.autocast(device, enabled=False):
         y = linear(attended.to(half), blocks[0].proj.weight)
-        h, x = add_norm(h, y, blocks[0].proj.bias, norm_of(blocks[0].norm_2))
-        return upper_layers(blocks, h, mlp(blocks[0], x), packing)
+        stream, x = add_norm(stream_of(h, half), y, blocks[0].proj.bias, norm_of(blocks[0].norm_2))
+        return upper_layers(blocks, stream, mlp(blocks[0], x), packing)
 
 
 def mlp(block: Block, x: Tensor) -> Tensor:
@@ -72,7 +81,7 @@ def mlp(block: Block, x: Tensor) -> Tensor:
     return linear(activate(u, bias, isinstance(block.activation, nn.GELU)), block.out.weight)
 
 
-def upper_layers(blocks: list[Block], h: Tensor, y: Tensor, packing: Layout) -> Tensor:
+def upper_layers(blocks: list[Block], h: Stream, y: Tensor, packing: Layout) -> Tensor:
     """Blocks 2..L, from the stream after block 1 without its last product y: (M, D)."""
     for before, block in itertools.pairwise(blocks[:-1]):
         h, x = add_norm(h, y, before.out.bias, norm_of(block.norm_1))
@@ -83,14 +92,14 @@ def upper_layers(blocks: list[Block], h: Tensor, y: Tensor, packing: Layout) -> 
     return last_layer(blocks[-1], *last_add_norm(h, y, blocks[-2].out.bias, norm_of(blocks[-1].norm_1), packing), packing)
 
 
-def last_layer(block: Block, h_MD: Tensor, x_ND: Tensor, x_MD: Tensor, packing: Layout) -> Tensor:
+def last_layer(block: Block, h: Stream, x_ND: Tensor, x_MD: Tensor, packing: Layout) -> Tensor:
     """The last block at the end of each prefix, from the stream there and the normed rows, all and there: (M, D)."""
     gain, shift = (block.norm_1.weight, block.norm_1.bias) if isinstance(block.norm_1, nn.LayerNorm) else (None, None)
     y = LastAttention.apply(
         x_ND, x_MD, block.qkv.weight, block.qkv.bias, gain, shift, packing, block.heads, block.scale
     )  # fmt: skip
-    h, x = add_norm(h_MD, linear(y, block.proj.weight), block.proj.bias, norm_of(block.norm_2))
-    return h + (mlp(block, x) + block.out.bias)
+    h, x = add_norm(h, linear(y, block.proj.weight), block.proj.bias, norm_of(block.norm_2))
+    return stream_end(h, mlp(block, x), block.out.bias)
 
 
 def norm_of(norm: nn.Module) -> Norm:

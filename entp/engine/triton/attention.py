@@ -96,7 +96,7 @@ def _softmax(q, k, real, SCALE: tl.constexpr, WIDE: tl.constexpr):
     return weight / tl.sum(weight, 1)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P0", "H", "GROUP"])
 def _attention_forward_whole(
     qkv, starts, ends, out, P0, H, d, GROUP, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, DP: tl.constexpr,
     QUERIES: tl.constexpr, STAGES: tl.constexpr,
@@ -117,7 +117,7 @@ def _attention_forward_whole(
             tl.store(out + at, acc.to(out.dtype.element_ty), mask=(rows < end)[:, None] & (e < d)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P0", "H"])
 def _attention_forward(
     qkv, starts, ends, out, lse, P0, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, DP: tl.constexpr
 ):
@@ -161,7 +161,7 @@ def _store_share(share, total, part, slot, h, H, d, DP: tl.constexpr):
     tl.store(share + slot.to(tl.int64) * (3 * H * d) + (part * H + h) * d + e, total, mask=e < d)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P0", "H", "GROUP"])
 def _attention_backward_whole(
     qkv, starts, ends, grad, dqkv, share, P0, H, d, GROUP, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
     DP: tl.constexpr, QUERIES: tl.constexpr, STAGES: tl.constexpr,
@@ -200,7 +200,7 @@ def _weights(q, k, rows, keys, end, lse, h, H, SCALE: tl.constexpr, WIDE: tl.con
     return tl.where((rows < end)[:, None] & (keys < end)[None, :], tl.exp(s - z[:, None]), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P0", "S0", "TILES", "H"])
 def _attention_backward_queries(
     qkv, starts, ends, grad, lse, delta, dqkv, share, P0, S0, TILES, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr,
     TILE: tl.constexpr, DP: tl.constexpr,
@@ -223,7 +223,7 @@ def _attention_backward_queries(
         _store_share(share, tl.sum(dq, 0), 0, S0 + tl.program_id(0) * TILES + tile, h, H, d, DP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P0", "S0", "TILES", "H"])
 def _attention_backward_keys(
     qkv, starts, ends, grad, lse, delta, dqkv, share, P0, S0, TILES, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr,
     TILE: tl.constexpr, DP: tl.constexpr,

@@ -22,7 +22,7 @@ LARGEST = 1024
 """Vocabulary up to which every id has a program of its own."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _token_gradients(ids, grad, out, N, D, R: tl.constexpr, C: tl.constexpr):
     """One token id, C columns: the sum of the gradients where it stands."""
     own, cols = tl.program_id(0), tl.program_id(1) * C + tl.arange(0, C)

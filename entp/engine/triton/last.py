@@ -22,7 +22,7 @@ from entp.engine.triton.linear import weight_gradient
 from entp.engine.triton.rows import column_sums, fold, fold_backward
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "H"])
 def _query_forward(
     x, q, starts, ends, out, lse, M, D, H, SCALE: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr
 ):
@@ -49,7 +49,7 @@ def _query_forward(
     tl.store(lse + heads * M + p, top + tl.log(total), mask=heads < H)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "H"])
 def _query_backward(
     x, q, starts, ends, lse, context, grad, dx, dq, M, D, H, SCALE: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr,
     HP: tl.constexpr,

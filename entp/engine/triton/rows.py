@@ -75,7 +75,7 @@ def _norm_gradient(g, x, r, D):
     return r[:, None] * (g - (tl.sum(g, 1) / D)[:, None] - x * (tl.sum(g * x, 1) / D)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _add_norm(
     h, y, bias, index, h_out, x_out, last_out, r_out, N, D, EPS: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr,
     R: tl.constexpr, DP: tl.constexpr,
@@ -104,7 +104,7 @@ def _add_norm(
         tl.store(last_out + slot[:, None] * D + cols[None, :], value, mask=inside & (slot >= 0)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "PER"])
 def _add_norm_backward(
     dh, dx, dlast, x, r_in, index, dh_out, db_out, N, D, PER, KIND: tl.constexpr, NORM: tl.constexpr, R: tl.constexpr,
     DP: tl.constexpr,
@@ -134,7 +134,7 @@ def _add_norm_backward(
     tl.store(db_out + tl.program_id(0) * D + cols, total, mask=cols < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _first_add_norm_backward(
     dh, dx, x, r_in, row_of, dh_out, dy_out, T, D, NORM: tl.constexpr, R: tl.constexpr, DP: tl.constexpr
 ):
@@ -165,7 +165,7 @@ def _gate(u):
     return tl.sigmoid(1.5957691216057308 * (u + 0.044715 * u * u * u))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _activate(u, bias, out, N, K, WIDE: tl.constexpr, GELU: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     rows, cols = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.program_id(1) * C + tl.arange(0, C)
     inside = (rows < N)[:, None] & (cols < K)[None, :]
@@ -175,7 +175,7 @@ def _activate(u, bias, out, N, K, WIDE: tl.constexpr, GELU: tl.constexpr, R: tl.
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "PER"])
 def _activate_backward(
     u, bias, grad, du, db_out, N, K, PER, WIDE: tl.constexpr, GELU: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
@@ -199,7 +199,7 @@ def _activate_backward(
     tl.store(db_out + tl.program_id(0) * K + cols, total, mask=cols < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 def _fold(w, bias, gain, shift, w_out, b_out, K, D, R: tl.constexpr, DP: tl.constexpr):
     rows, cols = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, DP)
     inside = (rows < K)[:, None] & (cols < D)[None, :]
@@ -210,7 +210,7 @@ def _fold(w, bias, gain, shift, w_out, b_out, K, D, R: tl.constexpr, DP: tl.cons
     tl.store(b_out + rows, tl.load(bias + rows, mask=rows < K, other=0.0) + tl.sum(value * shifts[None, :], 1), mask=rows < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 def _fold_backward(dw, db, w, gain, shift, dw_out, sums, K, D, R: tl.constexpr, DP: tl.constexpr):
     """R rows of the matrix's gradient, and their shares of the gradients of gain and shift."""
     rows, cols = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, DP)
@@ -360,7 +360,7 @@ def _launch_add_norm_backward(
     return dh_out, column_sums(db, db.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _norm_rows(h, x_out, r_out, N, D, EPS: tl.constexpr, R: tl.constexpr, DP: tl.constexpr):
     rows, cols = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, DP)
     inside = (rows < N)[:, None] & (cols < D)[None, :]
@@ -370,7 +370,7 @@ def _norm_rows(h, x_out, r_out, N, D, EPS: tl.constexpr, R: tl.constexpr, DP: tl
     tl.store(r_out + rows, r, mask=rows < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _norm_rows_backward(dx, x, r_in, dh_out, N, D, R: tl.constexpr, DP: tl.constexpr):
     rows, cols = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, DP)
     inside = (rows < N)[:, None] & (cols < D)[None, :]
@@ -439,7 +439,7 @@ def _columns(width: int) -> int:
     return 512 if width % 512 == 0 else 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def _column_sums(part, out, P, K, R: tl.constexpr, C: tl.constexpr):
     cols = tl.program_id(0) * C + tl.arange(0, C)
     total = tl.zeros((C,), out.dtype.element_ty)

@@ -24,7 +24,7 @@ TOKENS = 8
 """Tokens of a tile: one warp each."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H", "T"])
 def _scan_forward(
     qkv, row_of, out, z_out, H, T, d, SCALE: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, DP: tl.constexpr
 ):
@@ -50,7 +50,7 @@ def _scan_forward(
         tl.store(out + at, o.to(out.dtype.element_ty), mask=here & ((i <= j) & (row >= 0))[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H", "T", "TILES"])
 def _scan_backward(
     qkv, row_of, out, z_in, grad, dqkv, dkv, H, T, d, TILES, SCALE: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
     DP: tl.constexpr,
@@ -88,7 +88,7 @@ def _scan_backward(
     tl.store(dqkv + at, (dqt * SCALE).to(dqkv.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["H", "T", "TILES"])
 def _add_tiles(dkv, dqkv, H, T, d, TILES, KEYS: tl.constexpr, DP: tl.constexpr):
     """dk and dv of some keys of one head of one sequence: the shares of all tiles."""
     bh = tl.program_id(0).to(tl.int64)

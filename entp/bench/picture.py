@@ -65,13 +65,16 @@ def _bars(axis: Any, section: dict[str, Any], value: Callable[[dict[str, Any]], 
         )
     axis.set_yscale("log")
     axis.margins(y=0.25)
+    low, high = axis.get_ylim()
+    axis.set_ylim(low, high * (high / low) ** 0.12)  # room for the legend
     axis.yaxis.set_major_formatter("{x:g}")
     axis.set_xticks(range(len(shapes)), [_shape_label(shape) for shape in shapes], fontsize=7)
-    axis.legend(fontsize=7)
+    axis.legend(fontsize=7, ncols=2, loc="upper center")
 
 
 def _shape_label(shape: dict[str, Any]) -> str:
-    return f"{shape['name']}\n{shape['size']}\n{shape['batch']} x {shape['tokens']}"
+    size = "" if shape["name"] == shape["size"] else f"\n{shape['size']}"
+    return f"{shape['name']}{size}\n{shape['batch']} x {shape['tokens']}"
 
 
 def _generation(axis: Any, section: dict[str, Any]) -> None:

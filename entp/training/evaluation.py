@@ -14,10 +14,15 @@ from entp.tasks.base import IGNORE, Batch, Split, Task
 from entp.training.distributed import World
 
 
+def rounding(run: Run, device: torch.device) -> torch.autocast:
+    """The precision in which a run's matrix products are done on a device: a context."""
+    half = run.train.precision == "bf16" or (run.train.precision == "auto" and device.type == "cuda")
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=half)
+
+
 def forward(model: Transformer, run: Run, x: Tensor, at: Tensor, lengths: Tensor | None) -> Tensor:
     """Outputs (number of True in at, outputs) of the run's mode, in bf16 autocast where the run asks for it."""
-    half = run.train.precision == "bf16" or (run.train.precision == "auto" and x.is_cuda)
-    with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=half):
+    with rounding(run, x.device):
         return model(
             x,
             run.mode,

@@ -6,6 +6,7 @@ is recorded when the same shapes and the same prefixes have come a few times, an
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +22,13 @@ from entp.model import Transformer
 from entp.tasks.base import IGNORE, Batch
 from entp.training import checkpoint
 from entp.training.distributed import World, add_up_gradients
-from entp.training.evaluation import forward, loss_sum
+from entp.training.evaluation import forward, loss_sum, rounding
 from entp.training.optim import learning_rate, restore_optimizer, save_optimizer, set_learning_rate
 
 EAGER_STEPS = 3
 """Steps of the same shapes before they are recorded: kernels are compiled and optimizer state made in them."""
+MOST_SEEN = 1000
+"""Different shapes whose steps are counted."""
 MOST_GRAPHS = 4
 """Graphs kept for different shapes: each holds the memory of a step."""
 
@@ -128,13 +131,15 @@ class Stepper:
         if self.stream is None or not self._can_record(batch):
             return train_step(self.run, self.state, batch, self.device, self.world, stop)
         set_learning_rate(self.state.optimizers, learning_rate(self.run.optim, self.state.step))
-        key = repr(batch.x.shape).encode() + (batch.y != IGNORE).tobytes()
+        key = hashlib.blake2b(repr(batch.x.shape).encode() + (batch.y != IGNORE).tobytes()).digest()
         if key not in self.graphs:
+            if len(self.seen) >= MOST_SEEN:
+                self.seen.clear()  # masks that differ from batch to batch: nothing to record
             self.seen[key] += 1
             if self.seen[key] <= EAGER_STEPS or len(self.graphs) >= MOST_GRAPHS:
                 return self._eager(batch, stop)
             inputs = self._to_device(batch)
-            inputs.tables.extend(_tables(self.run, inputs.parts, self.device))
+            inputs.tables.extend(_tables(self.run, inputs.parts, inputs.x.device))
             self.graphs[key] = _Recorded(self.run, self.state, inputs, self.world, self.stream)
         return *self.graphs[key].replay(batch), stop
 
@@ -143,7 +148,8 @@ class Stepper:
         run = self.run
         if not run.train.graph or self.world.size > 1 or batch.lengths is not None:
             return False
-        return run.mode != "entp" or choose(run.train.impl, self.device, self.state.model).impl == "triton"
+        with rounding(run, self.device):
+            return run.mode != "entp" or choose(run.train.impl, self.device, self.state.model).impl == "triton"
 
     def _to_device(self, batch: Batch) -> Inputs:
         return _inputs(self.run, self.state.model, batch, self.device, self.world)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from torch import Tensor
 
 import entp
 from entp.config import Run
+from entp.engine import layout
 from entp.tasks.base import IGNORE, Batch
+from entp.training import step
 from entp.training.distributed import World
 from entp.training.metrics import read_metrics
 from entp.training.optim import make_optimizers
@@ -83,6 +86,25 @@ def with_other_mask(batch: Batch, first: int) -> Batch:
 
 
 # On a CPU
+
+
+@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix"])
+def test_a_step_finds_all_its_tables(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a step is recorded none may be made: not in the first step after `_tables`, however many parts it has."""
+    run = small_run(mode=mode, train={"token_budget": 3})
+    state, _ = start(run, "cpu")
+    inputs = step._inputs(run, state.model, batches(run, 1)[0], torch.device("cpu"), World())
+    assert len(inputs.parts) == (48 if mode == "entp" else 1)  # more than the recent ones that are kept in any case
+    inputs.tables.extend(step._tables(run, inputs.parts, inputs.x.device))
+    made: list[object] = []
+    for shared in (layout._packings, layout._positions):
+        monkeypatch.setattr(shared, "make", lambda *args, make=shared.make: made.append(args) or make(*args))
+    step._update(run, state, inputs, World(), False)
+    assert not made
+    inputs.tables.clear()
+    gc.collect()
+    step._update(run, state, inputs, World(), False)
+    assert bool(made) == (mode == "entp")
 
 
 @pytest.mark.parametrize("mode", ["entp", "decoder", "prefix"])

@@ -233,8 +233,8 @@ class BenchScalingOptions:
     """Numbers of tokens, with commas; exponents are fitted to the upper half of them."""
     size: Size = "small"
     """One of the paper's sizes."""
-    batch: int = 1
-    """Sequences."""
+    batch: int | None = None
+    """Sequences (default: 16 on CUDA, so that short ones keep it busy, 1 on a CPU)."""
     repeats: int = 5
     """Timed steps, and timed new tokens, of each."""
     warmup: int | None = None

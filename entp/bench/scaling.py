@@ -48,13 +48,14 @@ def bench(options: BenchScalingOptions) -> dict[str, Any]:
     """Measure every length; returns what a results file keeps and `report` prints."""
     device = bench_device(options.device)
     warmup = default_warmup(device) if options.warmup is None else options.warmup
+    batch = options.batch or (16 if device.type == "cuda" else 1)
     points = []
     for n in options.numbers():
-        points.append(_measure(n, options, warmup, device))
+        points.append(_measure(n, batch, options, warmup, device))
         release(device)
     return {
         "environment": environment(device, 1),
-        "config": {"size": options.size, "batch": options.batch, "repeats": options.repeats, "warmup": warmup, "vocab": VOCAB},
+        "config": {"size": options.size, "batch": batch, "repeats": options.repeats, "warmup": warmup, "vocab": VOCAB},
         "points": points,
         "fits": [_fitted(points, mode, what) for what in WHAT for mode in MODES],
     }
@@ -97,16 +98,16 @@ def fit_exponent(lengths: list[int], values: list[float]) -> tuple[float, float 
     return exponent, math.sqrt(float((left**2).sum() / (len(x) - 2) / (away**2).sum()))
 
 
-def _measure(n: int, options: BenchScalingOptions, warmup: int, device: torch.device) -> dict[str, Any]:
+def _measure(n: int, batch: int, options: BenchScalingOptions, warmup: int, device: torch.device) -> dict[str, Any]:
     """Step, memory and token of both modes at one length."""
     task = RandomTokens(n, VOCAB)
-    runs = {mode: Run(task, model_for(task, options.size), mode, batch=options.batch) for mode in MODES}
+    runs = {mode: Run(task, model_for(task, options.size), mode, batch=batch) for mode in MODES}
     ready = {mode: prepare(make_step, (run,), device, warmup) for mode, run in runs.items()}
     steps = {str(mode): step for mode, (step, _) in ready.items()}
     seconds = take_turns(steps, device, options.repeats, label=f"bench n = {n}")
     point: dict[str, Any] = {"n": n}
     for mode, run in runs.items():
-        tokens = token_seconds(run.model, mode, n, options.batch, warmup, options.repeats, device)
+        tokens = token_seconds(run.model, mode, n, batch, warmup, options.repeats, device)
         point[mode] = {
             "step_seconds": seconds[mode],
             "step": statistics.median(seconds[mode]),

@@ -102,19 +102,34 @@ def _tables(run: Run, parts: list[Tensor], device: torch.device) -> list[object]
 def _update(run: Run, state: State, inputs: Inputs, world: World, stop: bool) -> tuple[Tensor, Tensor, bool]:
     """Gradients of every part, added up, and the optimizers' step."""
     model, total = state.model, torch.zeros((), device=inputs.x.device)
-    for optimizer in state.optimizers:
-        optimizer.zero_grad(set_to_none=True)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    sums: list[Tensor | None] = [None] * len(parameters)
     for part in inputs.parts:
         outputs = forward(model, run, inputs.x, part, inputs.lengths)
         targets = inputs.y.flatten().index_select(0, positions_of(part, inputs.y.device))
         loss = loss_sum(run.task, outputs, targets) / inputs.asked
-        loss.backward()
+        sums = _added(sums, torch.autograd.grad(loss, parameters, allow_unused=True))
         total += loss.detach()
+    for p, gradient in zip(parameters, sums, strict=True):
+        p.grad = gradient
     total, stop = add_up_gradients(list(model.parameters()), total, stop, world)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), run.optim.clip or float("inf"))
     for optimizer in state.optimizers:
         optimizer.step()
     return total, norm, stop
+
+
+def _added(sums: list[Tensor | None], more: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    """sums + more in a few launches; a part that does not use a parameter has no gradient for it.
+
+    New tensors, not in place: autograd may give two parameters the same tensor.
+    """
+    both = [(n, a, b) for n, (a, b) in enumerate(zip(sums, more, strict=True)) if a is not None and b is not None]
+    out = [b if a is None else a for a, b in zip(sums, more, strict=True)]
+    if both:
+        for (n, _, _), added in zip(both, torch._foreach_add([a for _, a, _ in both], [b for _, _, b in both]), strict=True):
+            out[n] = added
+    return out
 
 
 class Stepper:

@@ -103,16 +103,25 @@ def test_prefix_attention(batch: int, heads: int, time: int, size: int, seed: in
 
 
 LONG = [(31, 33, 64), (65, 128), (1, 129), (20, 192, 193)]
-"""On both sides of every border: tiles of 16 to 128, then prefixes of several tiles of 64."""
+"""On both sides of every border, in float64: tiles of 16 to 64, then prefixes of several tiles."""
 
 
 @pytest.mark.parametrize("lengths", LONG, ids=str)
 def test_prefix_attention_of_long_prefixes(lengths: tuple[int, ...]) -> None:
-    assert attention.whole(5, torch.float64) == 128
+    assert attention.whole(5, torch.float64) == 64
     plan = of_lengths(*lengths)
     inputs = [numbers(plan.rows, 3 * 5, seed=0, size=1.5), numbers(3 * 5, seed=1)]
     want = with_gradients(plain_prefix, inputs, plan, 1, 0.6)
     assert worst(with_gradients(kernel_prefix, inputs, plan, 1, 0.6), want) < CLOSE
+
+
+def test_prefix_attention_in_the_largest_tile() -> None:
+    """Prefixes of 65 to 128 rows are one tile in half precision, with queries in two halves going forward."""
+    assert attention.whole(5, HALF) == 128
+    plan = of_lengths(65, 100, 128)
+    mixed = [numbers(plan.rows, 3 * 5, seed=0).to(HALF), torch.zeros(3 * 5, device=DEVICE)]
+    exact = with_gradients(plain_prefix, [t.double() for t in mixed], plan, 1, 0.6)
+    assert worst(with_gradients(kernel_prefix, mixed, plan, 1, 0.6), exact) < 2 * torch.finfo(HALF).eps
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter takes minutes for thousands of programs")

@@ -20,8 +20,8 @@ from torch import Tensor
 from entp.engine.layout import Layout, Packing
 from entp.engine.triton.rows import KINDS, column_sums
 
-SHARED = 72 * 1024
-"""Bytes that one head's q, k, v and gradient of a tile may take: this many fit a multiprocessor more than once."""
+SHARED = 136 * 1024
+"""Bytes that one head's q, k, v and gradient of a tile and two matrices of its scores may take in shared memory."""
 
 
 def plain_prefix_attention(qkv: Tensor, packing: Packing, heads: int, scale: float) -> Tensor:
@@ -47,7 +47,7 @@ class _Class:
 def whole(size: int, kind: torch.dtype) -> int:
     """Longest prefix that is one tile, for heads of this size: 128 for heads of 64 in half precision."""
     tile = 128
-    while tile > 16 and 4 * tile * _padded(size) * kind.itemsize > SHARED:
+    while tile > 16 and (4 * tile * _padded(size) + 2 * tile * tile) * kind.itemsize > SHARED:
         tile //= 2
     return tile
 

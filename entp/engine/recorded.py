@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 SMALLEST = 64
 """Tokens per sequence of the smallest graph; beyond it they double, up to what is asked for."""
-MOST_KEPT = 4
-"""Graphs kept per model: each holds its state and the memory of a step."""
+MOST_KEPT, LARGEST_KEPT = 4, 65_536
+"""Graphs kept per model for later calls, and the most rows of one: each holds its state and the memory of a step. Larger ones
+are recorded in every call, which costs them little."""
 
 
 class _Key(NamedTuple):
@@ -123,9 +124,11 @@ class RecordedCache:
         step = steps.get(key)
         if step is None or step.owner() is not None:
             step = self.kind(model, batch, size, half)
-            while len(steps) >= MOST_KEPT:
-                steps.pop(next(iter(steps)))
-            steps[key] = step
+            if batch * size <= LARGEST_KEPT:
+                steps.pop(key, None)
+                while len(steps) >= MOST_KEPT:
+                    steps.pop(next(iter(steps)))
+                steps[key] = step
         step.owner = ref(self)
         return step
 

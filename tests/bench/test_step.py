@@ -23,7 +23,10 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def section() -> dict[str, Any]:
     """A real run of a small shape, operators named."""
-    return step.bench(BenchStepOptions(length=12, batch=2, repeats=3, profile=True, device="cpu"))
+    saved: list[dict[str, Any]] = []
+    section = step.bench(BenchStepOptions(length=12, batch=2, repeats=3, profile=True, device="cpu"), saved.append)
+    assert saved == [section]  # after its only shape
+    return section
 
 
 @pytest.mark.parametrize(

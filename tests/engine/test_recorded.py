@@ -84,6 +84,16 @@ def test_a_step_is_used_again_and_goes_with_its_model() -> None:
     assert len(RecordedCache.kept) < before
 
 
+def test_few_and_small_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(layers=2).to(DEVICE)
+    for batch in range(1, 7):
+        worst(model, RecordedCache(EntpStep, model, 10), "entp", [2] * batch, 1)
+    assert [key.batch for key in RecordedCache.kept[model]] == [3, 4, 5, 6]
+    monkeypatch.setattr(recorded, "LARGEST_KEPT", 20)
+    worst(model, RecordedCache(EntpStep, model, 10), "entp", [2] * 7, 1)
+    assert [key.batch for key in RecordedCache.kept[model]] == [3, 4, 5, 6]
+
+
 def test_weights_that_moved_are_noticed() -> None:
     model = random_model(layers=2).to(DEVICE)
     cache = RecordedCache(EntpStep, model, 8)

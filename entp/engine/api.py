@@ -19,8 +19,9 @@ from entp.errors import InputError, one_of
 if TYPE_CHECKING:
     from entp.model import Transformer
 
-LARGEST_HEAD, LARGEST_QUERIES = 128, 2**16
-"""Limits of the Triton kernels: numbers in a head, and bytes of the queries of all heads, each as wide as a row."""
+LARGEST_HEAD, LARGEST_QUERIES = 128, {2: 2**14, 4: 2**14, 8: 2**12}
+"""Limits of the Triton kernels, whose shared memory is 227 KiB: numbers in a head, and in the queries of all heads, each as
+wide as a row, by the bytes of a number."""
 BUSY = 140_000_000
 """Rows x width x layers beyond which a larger chunk takes more memory and little less time on a GPU (docs/engine.md)."""
 
@@ -64,7 +65,7 @@ def _too_much_for_kernels(model: Transformer, device: torch.device) -> str | Non
     if config.width // config.heads > LARGEST_HEAD:
         return f"head size {config.width // config.heads} is above {LARGEST_HEAD}"
     size = 2 if torch.is_autocast_enabled(device.type) else weight.element_size()
-    widest = LARGEST_QUERIES // (size * max(16, 1 << (config.heads - 1).bit_length()))
+    widest = LARGEST_QUERIES[size] // max(16, 1 << (config.heads - 1).bit_length())
     if config.width > widest:
         return f"width {config.width} is above {widest}, the most for {config.heads} heads in {8 * size} bits"
     return None

@@ -30,7 +30,7 @@ def test_without_cuda_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     ("config", "dtype", "reason"),
     [
         ({"width": 2048, "heads": 16}, torch.float32, "width 2048 is above 1024, the most for 16 heads in 32 bits"),
-        ({"width": 1024, "heads": 16}, torch.float64, "width 1024 is above 512, the most for 16 heads in 64 bits"),
+        ({"width": 1024, "heads": 16}, torch.float64, "width 1024 is above 256, the most for 16 heads in 64 bits"),
         ({"width": 640, "heads": 20}, torch.float32, "width 640 is above 512, the most for 20 heads in 32 bits"),
         ({"width": 2 * LARGEST_HEAD, "heads": 1}, torch.float32, f"head size {2 * LARGEST_HEAD} is above {LARGEST_HEAD}"),
         ({}, torch.bfloat16, r"the weights are torch.bfloat16.*torch.autocast"),
@@ -47,7 +47,7 @@ def test_models_that_kernels_cannot_run(config: dict[str, Any], dtype: torch.dty
     assert re.search(reason, choose("auto", "cuda", model).reason)
 
 
-@pytest.mark.parametrize(("width", "heads", "half"), [(1024, 8, False), (1024, 16, False), (2048, 16, True), (1024, 32, True)])
+@pytest.mark.parametrize(("width", "heads", "half"), [(1024, 8, False), (1024, 16, False), (1024, 16, True), (512, 32, True)])
 def test_the_largest_models_that_kernels_take(width: int, heads: int, half: bool) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device("meta"):

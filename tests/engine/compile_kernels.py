@@ -1,0 +1,92 @@
+"""Compiles kernels for an H200 (sm_90) on any machine and prints the shared memory of each; run by test_compile.py.
+
+A process of its own, because the tests' one has told Triton to interpret kernels.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from entp.engine.triton import attention, embed, last, loss, rows, running
+
+POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
+
+
+def shared(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], warps: int = 4, stages: int = 3) -> int:
+    """Bytes of shared memory of a kernel whose other arguments are aligned integers."""
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in constants}
+    source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, aligned)
+    options = {"num_warps": warps, "num_stages": stages}
+    return int(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)
+
+
+def attention_kernels(half: torch.dtype, size: int) -> dict[str, int]:
+    """Both whole-tile kernels in their largest tile, and the streaming ones."""
+    wide = torch.float64 if half == torch.float64 else torch.float32
+    fixed = {"SCALE": 0.1, "WIDE": rows.KINDS[wide], "DP": attention._padded(size)}
+    base = {"qkv": POINTERS[half], "starts": "*i32", "ends": "*i32", "out": POINTERS[half], "grad": POINTERS[half]}
+    base |= {"dqkv": POINTERS[half], **dict.fromkeys(("share", "lse", "delta"), POINTERS[wide])}
+    largest, found = attention.whole(size, half), {}
+    for backward, kernel in ((False, attention._attention_forward_whole), (True, attention._attention_backward_whole)):
+        tile = attention._whole(largest, half, backward=backward)
+        warps = tile.pop("num_warps")
+        found[f"whole {'backward' if backward else 'forward'}"] = shared(kernel, base, {**fixed, **tile}, warps)
+    for name in ("_attention_forward", "_attention_backward_queries", "_attention_backward_keys"):
+        found[name] = shared(getattr(attention, name), base, {**fixed, "TILE": min(64, largest)})
+    return found
+
+
+def query_kernels(half: torch.dtype, width: int, heads: int) -> dict[str, int]:
+    wide = torch.float64 if half == torch.float64 else torch.float32
+    tiles = last._tiles(width, heads)
+    warps, stages = tiles.pop("num_warps"), tiles.pop("num_stages")
+    base = {"starts": "*i32", "ends": "*i32", "lse": POINTERS[wide]}
+    base |= dict.fromkeys(("x", "q", "out", "context", "grad", "dx", "dq"), POINTERS[half])
+    kernels = (last._query_forward, last._query_backward)
+    return {k.__name__: shared(k, base, {"SCALE": 0.1, **tiles}, warps, stages) for k in kernels}
+
+
+def row_kernels(width: int) -> dict[str, int]:
+    """The rest, in bf16, at one width."""
+    tile = rows._tile(width)
+    warps = tile.pop("num_warps")
+    wide = "h bias h_out r_out r_in db_out part z_out z_in dkv loss lse"
+    half = "y x x_out last_out dh dx dlast dh_out dy_out u grad du qkv out dqkv logits"
+    base = {**dict.fromkeys(wide.split(), "*fp32"), **dict.fromkeys(half.split(), "*bf16")}
+    base |= {"index": "*i32", "row_of": "*i32", "targets": "*i64", "ids": "*i64"}
+    last_kind = {"KIND": 2, "NORM": True, **tile}
+    scan = {"SCALE": 0.1, "WIDE": tl.float32, "TOKENS": running.TOKENS, "DP": 64}
+    return {
+        "add_norm": shared(rows._add_norm, base, {"EPS": 1e-5, **last_kind}, warps),
+        "add_norm_backward": shared(rows._add_norm_backward, base, last_kind, warps),
+        "first": shared(rows._first_add_norm_backward, {**base, "dh_out": "*fp32"}, {"NORM": True, **tile}, warps),
+        "activate": shared(rows._activate, base, {"WIDE": tl.float32, "GELU": True, "R": 8, "C": 512}, 8),
+        "activate_backward": shared(rows._activate_backward, base, {"WIDE": tl.float32, "GELU": True, "R": 16, "C": 512}),
+        "column_sums": shared(rows._column_sums, {**base, "out": "*fp32"}, {"R": 1024, "C": 8}, 8),
+        "scan_forward": shared(running._scan_forward, base, scan, 1),
+        "scan_backward": shared(running._scan_backward, base, scan, 1),
+        "loss": shared(loss._loss_forward, base, {"BLOCK": loss.BLOCK}),
+        "tokens": shared(embed._token_gradients, {**base, "grad": "*fp32", "out": "*fp32"}, {"R": 128, "C": 64}),
+    }
+
+
+GROUPS: dict[str, Callable[[], dict[str, int]]] = {
+    "attention": lambda: attention_kernels(torch.bfloat16, 128),
+    "attention of 128 keys": lambda: attention_kernels(torch.bfloat16, 64),
+    "queries": lambda: query_kernels(torch.bfloat16, 1024, 16),
+    "rows": lambda: row_kernels(384),
+}
+
+if __name__ == "__main__":
+    for name, size in GROUPS[sys.argv[1]]().items():
+        print(size, name)

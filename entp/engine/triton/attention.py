@@ -164,32 +164,28 @@ def _store_share(share, total, part, slot, h, H, d, DP: tl.constexpr):
 @triton.jit(do_not_specialize=["P0", "H", "GROUP"])
 def _attention_backward_whole(
     qkv, starts, ends, grad, dqkv, share, P0, H, d, GROUP, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
-    DP: tl.constexpr, QUERIES: tl.constexpr, STAGES: tl.constexpr,
+    DP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """GROUP heads of one prefix whose keys are one tile, QUERIES at a time."""
+    """GROUP heads of one prefix that is one tile."""
     p = P0 + tl.program_id(0)
     start, end = tl.load(starts + p).to(tl.int64), tl.load(ends + p).to(tl.int64)
     keys = start + tl.arange(0, TILE)
     real = keys < end
     for h in tl.range(tl.program_id(1) * GROUP, tl.minimum(H, tl.program_id(1) * GROUP + GROUP), num_stages=STAGES):
         k, v = _part(qkv, keys, real, 1, h, H, d, DP), _part(qkv, keys, real, 2, h, H, d, DP)
-        dk, dv, dq_sum = tl.zeros((TILE, DP), WIDE), tl.zeros((TILE, DP), WIDE), tl.zeros((DP,), WIDE)
-        for first in tl.static_range(0, TILE, QUERIES):
-            rows = start + first + tl.arange(0, QUERIES)
-            q, g = _part(qkv, rows, rows < end, 0, h, H, d, DP), _rows_of(grad, rows, rows < end, h, H, d, DP)
-            weight = _softmax(q, k, real, SCALE, WIDE)  # rows past the end have g = 0 and q = 0: they add nothing
-            dp = tl.dot(g, tl.trans(v), input_precision="ieee", out_dtype=WIDE)
-            dv += tl.dot(tl.trans(weight.to(g.dtype)), g, input_precision="ieee", out_dtype=WIDE)
-            ds = (weight * (dp - tl.sum(weight * dp, 1)[:, None]) * SCALE).to(q.dtype)
-            dk += tl.dot(tl.trans(ds), q, input_precision="ieee", out_dtype=WIDE)
-            dq = tl.dot(ds, k, input_precision="ieee", out_dtype=WIDE)
-            _store_part(dqkv, dq, rows, rows < end, 0, h, H, d, DP)
-            dq_sum += tl.sum(dq, 0)
-        _store_part(dqkv, dk, keys, real, 1, h, H, d, DP)
-        _store_part(dqkv, dv, keys, real, 2, h, H, d, DP)
-        _store_share(share, dq_sum, 0, p, h, H, d, DP)
-        _store_share(share, tl.sum(dk, 0), 1, p, h, H, d, DP)
+        q, g = _part(qkv, keys, real, 0, h, H, d, DP), _rows_of(grad, keys, real, h, H, d, DP)
+        weight = _softmax(q, k, real, SCALE, WIDE)  # rows past the end have g = 0 and q = 0: they add nothing
+        dv = tl.dot(tl.trans(weight.to(g.dtype)), g, input_precision="ieee", out_dtype=WIDE)
+        _store_part(dqkv, dv, keys, real, 2, h, H, d, DP)  # each as soon as it is there: registers are what is short
         _store_share(share, tl.sum(dv, 0), 2, p, h, H, d, DP)
+        dp = tl.dot(g, tl.trans(v), input_precision="ieee", out_dtype=WIDE)
+        ds = (weight * (dp - tl.sum(weight * dp, 1)[:, None]) * SCALE).to(q.dtype)
+        dq = tl.dot(ds, k, input_precision="ieee", out_dtype=WIDE)
+        _store_part(dqkv, dq, keys, real, 0, h, H, d, DP)
+        _store_share(share, tl.sum(dq, 0), 0, p, h, H, d, DP)
+        dk = tl.dot(tl.trans(ds), q, input_precision="ieee", out_dtype=WIDE)
+        _store_part(dqkv, dk, keys, real, 1, h, H, d, DP)
+        _store_share(share, tl.sum(dk, 0), 1, p, h, H, d, DP)
 
 
 @triton.jit
@@ -307,8 +303,9 @@ def _heads_together(c: _Class, heads: int) -> int:
 
 
 def _whole(tile: int, kind: torch.dtype, *, backward: bool = False) -> dict[str, int]:
-    """The tile, queries at a time, loads in flight and warps for prefixes of one tile: the best measured on an H200."""
-    if tile == 128:
-        return {"TILE": 128, "QUERIES": 128 if backward else 64, "STAGES": 2, "num_warps": 8 if backward else 4}
-    stages = (3 if backward else 2) if kind.itemsize == 2 else 1
-    return {"TILE": tile, "QUERIES": tile, "STAGES": stages, "num_warps": 4 if tile == 64 else 2}
+    """The tile, loads in flight, warps and (forward) queries at a time for prefixes of one tile, as measured on an H200."""
+    half = kind.itemsize == 2
+    if backward:
+        warps = {128: 8, 64: 4}.get(tile, 2)
+        return {"TILE": tile, "STAGES": min(3, 256 // tile) if half else 1, "num_warps": warps}
+    return {"TILE": tile, "QUERIES": min(64, tile), "STAGES": 2 if half else 1, "num_warps": 4 if tile >= 64 else 2}

@@ -196,9 +196,9 @@ def _weights(q, k, rows, keys, end, lse, h, H, SCALE: tl.constexpr, WIDE: tl.con
     return tl.where((rows < end)[:, None] & (keys < end)[None, :], tl.exp(s - z[:, None]), 0.0)
 
 
-@triton.jit(do_not_specialize=["P0", "S0", "TILES", "H"])
+@triton.jit(do_not_specialize=["P0", "TILES", "H"])
 def _attention_backward_queries(
-    qkv, starts, ends, grad, lse, delta, dqkv, share, P0, S0, TILES, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr,
+    qkv, starts, ends, grad, lse, delta, dqkv, share, P0, TILES, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr,
     TILE: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head of a long prefix."""
@@ -216,12 +216,12 @@ def _attention_backward_queries(
             ds = weight * (tl.dot(g, tl.trans(v), input_precision="ieee", out_dtype=WIDE) - inner[:, None]) * SCALE
             dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee", out_dtype=WIDE)
         _store_part(dqkv, dq, rows, rows < end, 0, h, H, d, DP)
-        _store_share(share, tl.sum(dq, 0), 0, S0 + tl.program_id(0) * TILES + tile, h, H, d, DP)
+        _store_share(share, tl.sum(dq, 0), 0, P0 + tl.program_id(0) * TILES + tile, h, H, d, DP)
 
 
-@triton.jit(do_not_specialize=["P0", "S0", "TILES", "H"])
+@triton.jit(do_not_specialize=["P0", "TILES", "H"])
 def _attention_backward_keys(
-    qkv, starts, ends, grad, lse, delta, dqkv, share, P0, S0, TILES, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr,
+    qkv, starts, ends, grad, lse, delta, dqkv, share, P0, TILES, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr,
     TILE: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one head of a long prefix."""
@@ -239,7 +239,7 @@ def _attention_backward_keys(
             dv += tl.dot(tl.trans(weight.to(g.dtype)), g, input_precision="ieee", out_dtype=WIDE)
             ds = weight * (tl.dot(g, tl.trans(v), input_precision="ieee", out_dtype=WIDE) - inner[:, None]) * SCALE
             dk += tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision="ieee", out_dtype=WIDE)
-        slot = S0 + tl.program_id(0) * TILES + tile
+        slot = P0 + tl.program_id(0) * TILES + tile
         _store_part(dqkv, dk, keys, keys < end, 1, h, H, d, DP)
         _store_part(dqkv, dv, keys, keys < end, 2, h, H, d, DP)
         _store_share(share, tl.sum(dk, 0), 1, slot, h, H, d, DP)
@@ -291,7 +291,7 @@ class _PrefixAttention(torch.autograd.Function):
                 )
                 continue
             delta = (grad.to(wide) * out[0]).view(len(grad), heads, size).sum(-1)
-            tables = (lse, delta, dqkv, share, c.first, c.first, c.tiles, heads, size)
+            tables = (lse, delta, dqkv, share, c.first, c.tiles, heads, size)
             for kernel in (_attention_backward_queries, _attention_backward_keys):
                 kernel[(c.count, heads, c.tiles)](*where, *tables, TILE=c.tile, **ctx.fixed)
         return dqkv, column_sums(share, wide), None, None, None

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from entp.engine.layout import Layout, Packing, pack, positions_of
+from entp.engine import packed
+from entp.engine.layout import Layout, Packing, pack
 from entp.engine.triton.attention import prefix_attention
 from entp.engine.triton.embed import embed
 from entp.engine.triton.last import LastAttention
@@ -41,11 +42,9 @@ if TYPE_CHECKING:
 
 def prefix_hidden(model: Transformer, x: Tensor, wanted: Tensor) -> Tensor:
     """As reference.prefix_hidden: last block's output at the end of each wanted prefix, (M, D), sequence by sequence."""
-    if model.config.layers == 1:  # one layer: encoder and decoder are the same function (paper, appendix)
-        return model.hidden(x, "decoder").flatten(0, 1).index_select(0, positions_of(wanted, x.device))
+    if model.config.layers == 1 or not bool(wanted.any()):
+        return packed.prefix_hidden(model, x, wanted)  # no rows of prefixes to compute
     packing = pack(wanted, x.device)
-    if not packing.groups:
-        return model.embed(x)[wanted]
     blocks = cast("list[Block]", list(model.blocks))
     device = x.device.type
     half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

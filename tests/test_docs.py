@@ -19,7 +19,7 @@ from entp import SIZES, ModelConfig, Transformer
 from entp.cli import COMMANDS
 from entp.config import IMPLS
 from entp.engine import packed, reference
-from entp.engine.api import default_token_budget
+from entp.engine.budget import default_token_budget
 from entp.engine.flops import engine_flops
 from entp.experiments import RECIPES
 

@@ -21,10 +21,10 @@ from entp.bench.measure import bench_device, default_warmup, prepare, release, t
 from entp.bench.shapes import RandomTokens
 from entp.bench.step import make_step
 from entp.config import Mode, ModelConfig, Run, model_for
-from entp.engine.api import default_token_budget
+from entp.engine.budget import step_token_budget
 from entp.engine.flops import decoder_flops, engine_flops, token_flops
 from entp.engine.generate import make_cache
-from entp.engine.layout import split
+from entp.engine.layout import rows_of, split
 from entp.model import Transformer
 from entp.options import BenchScalingOptions
 from entp.table import format_table
@@ -123,7 +123,7 @@ def _counts(run: Run, n: int, device: torch.device) -> dict[str, int]:
     """Exact operations of a step and of a token of one sequence, and in how many parts the token budget cuts the step."""
     wanted = torch.ones(run.batch, n, dtype=torch.bool)
     with torch.device("meta"):
-        budget = default_token_budget(Transformer(run.model), device)
+        budget = step_token_budget(Transformer(run.model), device, sum(rows_of(wanted)))
     step = engine_flops(run.model, wanted) if run.mode == "entp" else decoder_flops(run.model, wanted)
     parts = len(list(split(wanted, budget))) if run.mode == "entp" else 1
     return {"step_flops": step.total, "token_flops": token_flops(run.model, n, run.mode).total, "parts": parts}

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from entp.config import IMPLS
 from entp.engine import packed, reference
+from entp.engine.budget import default_token_budget
 from entp.engine.layout import positions_of, split, trim
 from entp.errors import InputError, one_of
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 LARGEST_HEAD, LARGEST_QUERIES = 128, {2: 2**14, 4: 2**14, 8: 2**12}
 """Limits of the Triton kernels, whose shared memory is 227 KiB: numbers in a head, and in the queries of all heads, each as
 wide as a row, by the bytes of a number."""
-BUSY = 140_000_000
-"""Rows x width x layers beyond which a larger chunk takes more memory and little less time on a GPU (docs/engine.md)."""
 
 
 class Choice(NamedTuple):
@@ -173,15 +172,6 @@ def _blank_padding(x: Tensor, lengths: Tensor) -> Tensor:
     """x with 0 in place of whatever stands past each row's length, so that not even a NaN there can matter."""
     padding = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
     return x.masked_fill(padding.reshape(*padding.shape, *(1,) * (x.ndim - 2)), 0)
-
-
-def default_token_budget(model: Transformer, device: torch.device) -> int:
-    """Rows that fit comfortably: 1 GiB of activations on a CPU; on a GPU as many as keep it busy, if they fit."""
-    per_row = model.config.layers * model.config.width
-    if device.type != "cuda":
-        return max(1024, int(2**30 / (4 * 24 * per_row)))  # 24: measured, see docs/engine.md
-    fits = 0.4 * torch.cuda.get_device_properties(device).total_memory / (3 * 24 * per_row)
-    return max(1024, int(min(fits, BUSY / per_row)))
 
 
 def _in_chunks(compute: Callable[..., Tensor], model: Transformer, x: Tensor, wanted: Tensor, budget: int) -> Tensor:

@@ -189,7 +189,7 @@ def split(wanted: Tensor, token_budget: int) -> Iterator[Tensor]:
     equal size; a sequence that does not fit is cut between lengths.
     """
     wanted = wanted.cpu()
-    rows = (wanted * torch.arange(1, wanted.shape[1] + 1)).sum(1).tolist()
+    rows = rows_of(wanted)
     fitting = [b for b, n in enumerate(rows) if 0 < n <= token_budget]
     total = sum(rows[b] for b in fitting)
     even = total / max(1, -(-total // token_budget))
@@ -205,6 +205,11 @@ def split(wanted: Tensor, token_budget: int) -> Iterator[Tensor]:
         yield _mask_of(wanted, part)
     for b in (b for b, n in enumerate(rows) if n > token_budget):
         yield from _split_lengths(wanted, b, token_budget)
+
+
+def rows_of(wanted: Tensor) -> list[int]:
+    """How many rows the wanted prefixes (B, T) of each sequence have together."""
+    return (wanted * torch.arange(1, wanted.shape[1] + 1, device=wanted.device)).sum(1).tolist()
 
 
 def _mask_of(wanted: Tensor, sequences: list[int]) -> Tensor:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from entp.config import Run
-from entp.engine.api import choose, default_token_budget
-from entp.engine.layout import pack, positions_of, split, trim
+from entp.engine.api import choose
+from entp.engine.budget import step_token_budget
+from entp.engine.layout import pack, positions_of, rows_of, split, trim
 from entp.model import Transformer
 from entp.tasks.base import IGNORE, Batch
 from entp.training import checkpoint
@@ -86,7 +87,7 @@ def _inputs(run: Run, model: Transformer, batch: Batch, device: torch.device, wo
     asked = int((batch.y != IGNORE).sum())
     batch = batch.part(world.rank, world.size)
     at = torch.from_numpy(batch.y != IGNORE)
-    budget = run.train.token_budget or default_token_budget(model, device)
+    budget = run.train.token_budget or step_token_budget(model, device, sum(rows_of(at)))
     parts = list(split(at, budget)) if run.mode == "entp" else [at]
     x, y = (torch.from_numpy(part).to(device, non_blocking=True) for part in (batch.x, batch.y))
     lengths = None if batch.lengths is None else torch.from_numpy(batch.lengths).to(device)

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from entp.engine.triton import attention, embed, last, loss, rows, running
+from entp.engine.triton import attention, embed, last, loss, mlp, rows, running
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
 
@@ -65,13 +65,15 @@ def row_kernels(width: int) -> dict[str, int]:
     base = {**dict.fromkeys(wide.split(), "*fp32"), **dict.fromkeys(half.split(), "*bf16")}
     base |= {"index": "*i32", "row_of": "*i32", "targets": "*i64", "ids": "*i64"}
     last_kind = {"KIND": 2, "NORM": True, **tile}
+    back = {"WIDE": tl.float32, "GELU": True, "AGAIN": True}
     scan = {"SCALE": 0.1, "WIDE": tl.float32, "TOKENS": running.TOKENS, "DP": 64}
     return {
         "add_norm": shared(rows._add_norm, base, {"EPS": 1e-5, **last_kind}, warps),
-        "add_norm_backward": shared(rows._add_norm_backward, base, last_kind, warps),
+        "add_norm_backward": shared(rows._add_norm_backward, base, {**last_kind, "STAGES": 2}, warps),
         "first": shared(rows._first_add_norm_backward, {**base, "dh_out": "*fp32"}, {"NORM": True, **tile}, warps),
-        "activate": shared(rows._activate, base, {"WIDE": tl.float32, "GELU": True, "R": 8, "C": 512}, 8),
-        "activate_backward": shared(rows._activate_backward, base, {"WIDE": tl.float32, "GELU": True, "R": 16, "C": 512}),
+        "activate": shared(mlp._activate, base, {"WIDE": tl.float32, "GELU": True, "R": 8, "C": 512}, 8),
+        "activate_backward": shared(mlp._activate_backward, base, {**back, "R": 16, "C": 512, "STAGES": 2}),
+        "activate_backward of few columns": shared(mlp._activate_backward, base, {**back, "R": 32, "C": 128, "STAGES": 3}),
         "column_sums": shared(rows._column_sums, {**base, "out": "*fp32"}, {"R": 1024, "C": 8}, 8),
         "scan_forward": shared(running._scan_forward, base, scan, 1),
         "scan_backward": shared(running._scan_backward, base, scan, 1),

@@ -6,6 +6,7 @@ are small. With a GPU they run there, as part of `make gpu-test`. Kernels that g
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ from test_triton_rows import (
     worst,
 )
 
-from entp.engine.triton import attention, last, loss, rows, running
+from entp.engine.triton import attention, last, loss, mlp, rows, running
 from entp.engine.triton.linear import linear, norm_linear
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -189,7 +190,22 @@ class Case(NamedTuple):
 
 
 ATTENTION = ["prefix_attention", "long prefix_attention", "running_attention", "last_attention"]
-KERNELS = ["add_norm", "first_add_norm", "last_add_norm", "normed", "gelu", "relu", "linear", "cross_entropy", *ATTENTION]
+KERNELS = [
+    "add_norm",
+    "first_add_norm",
+    "last_add_norm",
+    "normed",
+    "gelu",
+    "gelu again",
+    "relu",
+    "linear",
+    "cross_entropy",
+    *ATTENTION,
+]
+
+
+def kernel_mlp(keep: bool) -> Callable[..., Tensor]:
+    return functools.partial(mlp.activated_linear, keep=keep)
 
 
 def case(name: str) -> Case:
@@ -209,8 +225,9 @@ def case(name: str) -> Case:
         "normed": lambda: Case(
             lambda h: rows.normed(h, layer, h.dtype), lambda h: torch.nn.functional.layer_norm(h, h.shape[1:]), [vectors], ()
         ),
-        "gelu": lambda: Case(rows.activate, rows.plain_activate, [qkv, bias], (0,), (True,)),
-        "relu": lambda: Case(rows.activate, rows.plain_activate, [qkv, bias], (0,), (False,)),
+        "gelu": lambda: Case(kernel_mlp(keep=True), mlp.plain_activated_linear, [qkv, bias, w.T], (0,), (True,)),
+        "gelu again": lambda: Case(kernel_mlp(keep=False), mlp.plain_activated_linear, [qkv, bias, w.T], (0,), (True,)),
+        "relu": lambda: Case(kernel_mlp(keep=False), mlp.plain_activated_linear, [qkv, bias, w.T], (0,), (False,)),
         "linear": lambda: Case(linear, torch.nn.functional.linear, [vectors, w], (0,)),
         "cross_entropy": lambda: Case(
             loss.cross_entropy, loss.plain_cross_entropy, [qkv], (0,), (targets_below(plan.rows, 36, 8),)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from entp.engine.layout import Packing, pack
 
 pytest.importorskip("triton")
-from entp.engine.triton import loss, rows
+from entp.engine.triton import loss, mlp, rows
 from entp.engine.triton.embed import embed
 from entp.engine.triton.linear import linear, norm_linear
 from entp.engine.triton.rows import Norm
@@ -143,9 +143,10 @@ def test_programs_that_take_several_tiles(norm: Norm, monkeypatch: pytest.Monkey
     inputs = [numbers(73, 7, seed=0), numbers(73, 7, seed=1), numbers(7, seed=2)]
     want = with_gradients(rows.plain_add_norm, inputs, norm)
     assert worst(with_gradients(kernel_add_norm, inputs, norm), want) < CLOSE
-    inputs = [numbers(73 * 2, 150, seed=3), numbers(150, seed=4)]
-    want = with_gradients(rows.plain_activate, inputs, norm.layer)
-    assert worst(with_gradients(rows.activate, inputs, norm.layer), want) < CLOSE
+    monkeypatch.setattr(mlp, "_programs", lambda _: 4)
+    inputs = [numbers(73 * 2, 150, seed=3), numbers(150, seed=4), numbers(6, 150, seed=5)]
+    want = with_gradients(mlp.plain_activated_linear, inputs, norm.layer)
+    assert worst(with_gradients(kernel_activated, inputs, norm.layer, False), want) < CLOSE
 
 
 @settings(max_examples=EXAMPLES)
@@ -189,20 +190,25 @@ def test_norm_of_rows_far_from_zero() -> None:
 # Activation
 
 
+def kernel_activated(u: Tensor, bias: Tensor, w: Tensor, gelu: bool, keep: bool) -> Tensor:
+    return mlp.activated_linear(u, bias, w, gelu, keep=keep)
+
+
 @settings(max_examples=EXAMPLES)
-@given(st.integers(1, 40), st.sampled_from([1, 20, 128, 129, 256]), st.booleans(), st.integers(0, 99))
-def test_activate(count: int, width: int, gelu: bool, seed: int) -> None:
-    inputs = [numbers(count, width, seed=seed, size=2.0), numbers(width, seed=seed + 1)]
-    want = with_gradients(rows.plain_activate, inputs, gelu)
-    assert worst(with_gradients(rows.activate, inputs, gelu), want) < CLOSE
+@given(st.integers(1, 40), st.sampled_from([1, 20, 128, 129, 512]), st.booleans(), st.booleans(), st.integers(0, 99))
+def test_activated_linear(count: int, width: int, gelu: bool, keep: bool, seed: int) -> None:
+    inputs = [numbers(count, width, seed=seed, size=2.0), numbers(width, seed=seed + 1), numbers(7, width, seed=seed + 2)]
+    want = with_gradients(mlp.plain_activated_linear, inputs, gelu)
+    assert worst(with_gradients(kernel_activated, inputs, gelu, keep), want) < CLOSE
 
 
 @pytest.mark.parametrize("gelu", [True, False])
 def test_activation_of_extreme_numbers(gelu: bool) -> None:
-    inputs = [torch.tensor([[-1e4, -50.0, 0.0, 50.0, 1e4]], device=DEVICE, dtype=torch.float64), numbers(5, seed=0, size=1e-3)]
-    got = with_gradients(rows.activate, inputs, gelu)
+    u = torch.tensor([[-1e4, -50.0, 0.0, 50.0, 1e4]], device=DEVICE, dtype=torch.float64)
+    inputs = [u, numbers(5, seed=0, size=1e-3), numbers(3, 5, seed=1)]
+    got = with_gradients(kernel_activated, inputs, gelu, False)
     assert all(bool(t.isfinite().all()) for t in got)
-    assert worst(got, with_gradients(rows.plain_activate, inputs, gelu)) < CLOSE
+    assert worst(got, with_gradients(mlp.plain_activated_linear, inputs, gelu)) < CLOSE
 
 
 # Folding of a norm into a matrix, and products
@@ -261,13 +267,14 @@ def test_norm_linear(count: int, width: int, outputs: int, normed: bool, seed: i
 
 @settings(max_examples=EXAMPLES)
 @given(st.integers(1, 20), st.sampled_from([5, 24]), st.booleans(), st.booleans(), st.integers(0, 99))
-def test_norm_linear_and_activate(count: int, width: int, normed: bool, gelu: bool, seed: int) -> None:
+def test_norm_linear_and_activation(count: int, width: int, normed: bool, gelu: bool, seed: int) -> None:
     """The two as the MLP uses them: the activation adds the bias, whose gradient reaches bias, matrix and shift."""
     layer, norm = layers(width, 4 * width, seed, normed)
     x = numbers(count, width, seed=seed).requires_grad_()
     leaves = [x, *layer.parameters(), *norm.parameters()]
-    got = rows.activate(*norm_linear(x, layer, norm), gelu)
-    want = rows.plain_activate(layer(gain_and_shift(x, norm)), torch.zeros_like(layer.bias), gelu)
+    w = numbers(3, 4 * width, seed=seed + 1)
+    got = mlp.activated_linear(*norm_linear(x, layer, norm), w, gelu, keep=True)
+    want = mlp.plain_activated_linear(layer(gain_and_shift(x, norm)), torch.zeros_like(layer.bias), w, gelu)
     assert worst(results(got, leaves), results(want, leaves)) < CLOSE
 
 

@@ -1,4 +1,4 @@
-"""What stands between the matrix products, one pass over the rows each: residual and norm, activation, folding of the norm.
+"""What stands between the matrix products, one pass over the rows each: residual and norm, folding of the norm, column sums.
 
 A norm's gain and shift are not applied to rows but folded into the matrix that follows: with x of mean 0 and variance 1,
 
@@ -51,11 +51,6 @@ def plain_add_norm(h_ND: Tensor, y_ND: Tensor, bias_D: Tensor, norm: Norm) -> tu
     return h_ND, F.layer_norm(h_ND, h_ND.shape[-1:], eps=norm.eps) if norm.layer else h_ND
 
 
-def plain_activate(u_NK: Tensor, bias_K: Tensor, gelu: bool) -> Tensor:
-    """GELU (tanh) or ReLU of u + bias."""
-    return F.gelu(u_NK + bias_K, approximate="tanh") if gelu else F.relu(u_NK + bias_K)
-
-
 def plain_fold(w_KD: Tensor, bias_K: Tensor, gain_D: Tensor, shift_D: Tensor) -> tuple[Tensor, Tensor]:
     """A matrix and bias that do to normed rows what w and bias do after gain and shift."""
     return w_KD * gain_D, bias_K + w_KD @ shift_D
@@ -106,15 +101,15 @@ def _add_norm(
 
 @triton.jit(do_not_specialize=["N", "PER"])
 def _add_norm_backward(
-    dh, dx, dlast, x, r_in, index, dh_out, db_out, N, D, PER, KIND: tl.constexpr, NORM: tl.constexpr, R: tl.constexpr,
-    DP: tl.constexpr,
+    dh, dx, dlast, x, r_in, index, dh_out, db_out, N, D, PER, KIND: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr,
+    R: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """PER tiles of R rows: the gradient of h and of y, which are the same, and this program's share of the bias's."""
     cols = tl.arange(0, DP)
     wide = db_out.dtype.element_ty
     total = tl.zeros((DP,), wide)
-    for tile in range(0, PER):
-        rows = (tl.program_id(0).to(tl.int64) * PER + tile) * R + tl.arange(0, R)
+    for tile in tl.range(0, PER, num_stages=STAGES):
+        rows = (tile * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * R + tl.arange(0, R)
         inside = (rows < N)[:, None] & (cols < D)[None, :]
         at = rows[:, None] * D + cols[None, :]
         g = tl.load(dx + at, mask=inside, other=0.0).to(wide)
@@ -157,46 +152,6 @@ def _first_add_norm_backward(
         tl.store(dy_out + at, g.to(dy_out.dtype.element_ty), mask=inside)
         total += g
     tl.store(dh_out + token * D + cols, tl.sum(total, 0), mask=cols < D)
-
-
-@triton.jit
-def _gate(u):
-    """The sigmoid in GELU(u) = u gate(u), tanh form."""
-    return tl.sigmoid(1.5957691216057308 * (u + 0.044715 * u * u * u))
-
-
-@triton.jit(do_not_specialize=["N"])
-def _activate(u, bias, out, N, K, WIDE: tl.constexpr, GELU: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    rows, cols = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.program_id(1) * C + tl.arange(0, C)
-    inside = (rows < N)[:, None] & (cols < K)[None, :]
-    at = rows[:, None] * K + cols[None, :]
-    value = tl.load(u + at, mask=inside, other=0.0).to(WIDE) + tl.load(bias + cols, mask=cols < K, other=0.0).to(WIDE)[None, :]
-    value = value * _gate(value) if GELU else tl.maximum(value, 0.0)
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["N", "PER"])
-def _activate_backward(
-    u, bias, grad, du, db_out, N, K, PER, WIDE: tl.constexpr, GELU: tl.constexpr, R: tl.constexpr, C: tl.constexpr
-):
-    """PER tiles of R rows, C columns: the gradient of u, and this program's share of the bias's."""
-    cols = tl.program_id(1) * C + tl.arange(0, C)
-    shift = tl.load(bias + cols, mask=cols < K, other=0.0).to(WIDE)[None, :]
-    total = tl.zeros((C,), WIDE)
-    for tile in range(0, PER):
-        rows = (tl.program_id(0).to(tl.int64) * PER + tile) * R + tl.arange(0, R)
-        inside = (rows < N)[:, None] & (cols < K)[None, :]
-        at = rows[:, None] * K + cols[None, :]
-        value = tl.load(u + at, mask=inside, other=0.0).to(WIDE) + shift
-        g = tl.load(grad + at, mask=inside, other=0.0).to(WIDE)
-        if GELU:
-            gate = _gate(value)
-            g *= gate + value * gate * (1.0 - gate) * 1.5957691216057308 * (1.0 + 0.134145 * value * value)
-        else:
-            g = tl.where(value > 0, g, 0.0)
-        tl.store(du + at, g.to(du.dtype.element_ty), mask=inside)
-        total += tl.sum(g, 0)
-    tl.store(db_out + tl.program_id(0) * K + cols, total, mask=cols < K)
 
 
 @triton.jit(do_not_specialize=["K"])
@@ -352,10 +307,10 @@ def _launch_add_norm_backward(
     """The gradient of h and y, and that of the bias."""
     count, width = x.shape
     tile = _tile(width)
-    per, programs = _shares(triton.cdiv(count, tile["R"]), PROGRAMS)
+    per, programs = shares(triton.cdiv(count, tile["R"]), PROGRAMS)
     dh_out, db = torch.empty_like(x), r.new_empty(programs, width)
     _add_norm_backward[(programs,)](
-        dh, dx.contiguous(), dlast, x, r, index, dh_out, db, count, width, per, kind, norm.layer, **tile
+        dh, dx.contiguous(), dlast, x, r, index, dh_out, db, count, width, per, kind, norm.layer, 1, **tile
     )  # fmt: skip
     return dh_out, column_sums(db, db.dtype)
 
@@ -404,41 +359,6 @@ class _Normed(torch.autograd.Function):
         return dh, None, None
 
 
-def activate(u: Tensor, bias: Tensor, gelu: bool) -> Tensor:
-    """As plain_activate, in u's type."""
-    return _Activate.apply(u, bias, gelu)
-
-
-class _Activate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, u: Tensor, bias: Tensor, gelu: bool) -> Tensor:
-        ctx.save_for_backward(u, bias)
-        ctx.gelu = gelu
-        out = torch.empty_like(u)
-        cols = _columns(u.shape[1])
-        rows = 4096 // cols
-        grid = (triton.cdiv(u.shape[0], rows), triton.cdiv(u.shape[1], cols))
-        _activate[grid](u, bias, out, *u.shape, KINDS[bias.dtype], gelu, rows, cols, num_warps=8)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        u, bias = ctx.saved_tensors
-        cols = _columns(u.shape[1])
-        rows, across = 16 if cols == 512 else 32, triton.cdiv(u.shape[1], cols)
-        per, programs = _shares(triton.cdiv(u.shape[0], rows), triton.cdiv(PROGRAMS, across))
-        du, db = torch.empty_like(u), bias.new_empty(programs, u.shape[1])
-        _activate_backward[(programs, across)](
-            u, bias, grad.contiguous(), du, db, *u.shape, per, KINDS[bias.dtype], ctx.gelu, rows, cols, num_warps=4
-        )
-        return du, column_sums(db, db.dtype), None
-
-
-def _columns(width: int) -> int:
-    """Columns of a tile."""
-    return 512 if width % 512 == 0 else 128
-
-
 @triton.jit(do_not_specialize=["P"])
 def _column_sums(part, out, P, K, R: tl.constexpr, C: tl.constexpr):
     cols = tl.program_id(0) * C + tl.arange(0, C)
@@ -485,7 +405,7 @@ def _tile(width: int) -> dict[str, int]:
     return {"R": max(1, min(16, 2048 // padded)), "DP": padded, "num_warps": 2 if padded <= 512 else 4}
 
 
-def _shares(tiles: int, programs: int) -> tuple[int, int]:
+def shares(tiles: int, programs: int) -> tuple[int, int]:
     """Tiles for each program, and how many programs that takes."""
     per = triton.cdiv(tiles, programs)
     return per, triton.cdiv(tiles, per)

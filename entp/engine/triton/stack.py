@@ -4,7 +4,7 @@ What flows between kernels is the residual stream h in fp32 (its gradient in hal
 normed rows x in half precision. A block reads, from the products y of the block before it:
 
     h, x = add_norm(h, y)     attention = prefix_attention(norm_linear(x))      y = linear(attention)
-    h, x = add_norm(h, y)     a = activate(norm_linear(x))                      y = linear(a)
+    h, x = add_norm(h, y)                                                       y = activated_linear(norm_linear(x))
 
 Layer 1 takes h from tokens and its attention from a scan; the last layer reads h at the end of each prefix only.
 """
@@ -18,15 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from entp.engine import packed
+from entp.engine.budget import memory_counts
 from entp.engine.layout import Layout, Packing, pack
 from entp.engine.triton.attention import prefix_attention
 from entp.engine.triton.embed import embed
 from entp.engine.triton.last import LastAttention
 from entp.engine.triton.linear import linear, norm_linear
+from entp.engine.triton.mlp import activated_linear
 from entp.engine.triton.rows import (
     Norm,
     Stream,
-    activate,
     add_norm,
     first_add_norm,
     last_add_norm,
@@ -51,17 +52,18 @@ def prefix_hidden(model: Transformer, x: Tensor, wanted: Tensor) -> Tensor:
     h = embed(model, x[:, : packing.longest])
     h = h.to(torch.promote_types(h.dtype, torch.float32))
     with torch.autocast(device, enabled=False):
-        out = upper_layers(blocks, *first_layer(blocks[0], h, half or h.dtype, packing), packing)
+        keep = not memory_counts(model.config, packing.rows)
+        out = upper_layers(blocks, *first_layer(blocks[0], h, half or h.dtype, packing, keep), packing, keep)
     return out.index_select(0, packing.caller_order)
 
 
-def first_layer(block: Block, h_BTD: Tensor, half: torch.dtype, packing: Packing) -> tuple[Stream, Tensor]:
-    """Layer 1 from tokens: the stream (N, D), and the product that has yet to be added to it."""
+def first_layer(block: Block, h_BTD: Tensor, half: torch.dtype, packing: Packing, keep: bool) -> tuple[Stream, Tensor]:
+    """Layer 1 from tokens: the stream (N, D), and the product that has yet to be added to it; keep: see mlp."""
     x = normed(h_BTD.flatten(0, 1), norm_of(block.norm_1), half)
     qkv, bias = norm_linear(x, block.qkv, block.norm_1, add=True)
     y = linear(running_attention(qkv, bias, packing, block.heads, block.scale), block.proj.weight)
     h, x = first_add_norm(h_BTD, y, block.proj.bias, norm_of(block.norm_2), packing)
-    return h, mlp(block, x)
+    return h, mlp(block, x, keep)
 
 
 def from_first_layer(model: Transformer, h: Tensor, attended: Tensor, packing: Layout) -> Tensor:
@@ -74,20 +76,20 @@ def from_first_layer(model: Transformer, h: Tensor, attended: Tensor, packing: L
         return upper_layers(blocks, stream, mlp(blocks[0], x), packing)
 
 
-def mlp(block: Block, x: Tensor) -> Tensor:
-    """The block's MLP on normed rows, without the bias of its last product."""
+def mlp(block: Block, x: Tensor, keep: bool = True) -> Tensor:
+    """The block's MLP on normed rows, without the bias of its last product; keep its activations for the backward pass?"""
     u, bias = norm_linear(x, block.fc, block.norm_2)
-    return linear(activate(u, bias, isinstance(block.activation, nn.GELU)), block.out.weight)
+    return activated_linear(u, bias, block.out.weight, isinstance(block.activation, nn.GELU), keep=keep)
 
 
-def upper_layers(blocks: list[Block], h: Stream, y: Tensor, packing: Layout) -> Tensor:
-    """Blocks 2..L, from the stream after block 1 without its last product y: (M, D)."""
+def upper_layers(blocks: list[Block], h: Stream, y: Tensor, packing: Layout, keep: bool = True) -> Tensor:
+    """Blocks 2..L, from the stream after block 1 without its last product y: (M, D); keep: see mlp."""
     for before, block in itertools.pairwise(blocks[:-1]):
         h, x = add_norm(h, y, before.out.bias, norm_of(block.norm_1))
         qkv, bias = norm_linear(x, block.qkv, block.norm_1, add=True)
         y = linear(prefix_attention(qkv, bias, packing, block.heads, block.scale), block.proj.weight)
         h, x = add_norm(h, y, block.proj.bias, norm_of(block.norm_2))
-        y = mlp(block, x)
+        y = mlp(block, x, keep)
     return last_layer(blocks[-1], *last_add_norm(h, y, blocks[-2].out.bias, norm_of(blocks[-1].norm_1), packing), packing)
 
 

@@ -172,6 +172,8 @@ class BenchStepOptions:
     """Steps of each contender before that (default: 5 on CUDA, 1 on a CPU)."""
     profile: bool = False
     """Name the ten most expensive kernels of each contender but the reference (on a CPU: operators)."""
+    note: str | None = None
+    """A remark to keep with the numbers."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:NUMBER."""
     out: Path | None = None

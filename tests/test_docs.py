@@ -16,6 +16,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from entp import SIZES, ModelConfig, Transformer
+from entp.bench.roofline import row_passes
 from entp.cli import COMMANDS
 from entp.config import IMPLS
 from entp.engine import packed, reference
@@ -250,6 +251,6 @@ def test_the_count_of_units_is_the_documents() -> None:
     rows = packed.pack(mask).rows
     text = (ROOT / "docs" / "engine.md").read_text()
     assert f"N = {rows:,} rows, a unit is {2 * config.width * rows / 1e6:.1f} MB" in text
-    units = (config.layers - 2) * (24 + 27) + 38 + 10
+    units = row_passes(config.layers, again=True)
     assert f"{units} units are {units * 2 * config.width * rows / 1e9:.0f} GB" in text
     assert f"{engine_flops(config, mask).total / 1e12:.1f} TFLOP" in text

@@ -12,10 +12,13 @@ from torch import Tensor
 
 from entp.bench.measure import Step, bench_device, default_warmup, prepare, release, take_turns, time_cells
 from entp.bench.profile import expensive_kernels, kernel_table
+from entp.bench.roofline import floor, sentence
 from entp.bench.shapes import CONTENDERS, LABELS, Shape, named_shapes, reached, split_list
 from entp.config import ModelConfig, Run
 from entp.engine.api import choose, triton_missing
+from entp.engine.budget import step_token_budget
 from entp.engine.flops import Flops, decoder_flops, engine_flops, reference_flops
+from entp.engine.layout import rows_of, split
 from entp.model import Transformer
 from entp.options import BenchStepOptions
 from entp.table import format_table
@@ -57,6 +60,7 @@ def bench(options: BenchStepOptions, save: Callable[[dict[str, Any]], object] = 
     section: dict[str, Any] = {
         "environment": environment(device, 1),
         "config": {"contenders": names, "repeats": options.repeats, "warmup": warmup},
+        "note": options.note,
         "shapes": [],
         "targets": [],
     }
@@ -73,10 +77,12 @@ def report(section: dict[str, Any]) -> str:
     where = section["environment"]
     parts = [f"one training step; {where['device']}, {where['threads']} threads, torch {where['torch']}"]
     for shape in section["shapes"]:
-        parts.append(f"{_title(shape)}\n{_table(shape)}")
+        parts.append(f"{_title(shape)}\n{_table(shape)}{_bound(shape)}")
         parts += [kernel_table(name, profile) for name, profile in shape.get("profile", {}).items()]
     if section["targets"]:
         parts.append(targets_table(section["targets"]))
+    if section["note"]:
+        parts.append(f"note: {section['note']}")
     return "\n\n".join(parts)
 
 
@@ -125,6 +131,11 @@ def _measure(shape: Shape, names: list[str], repeats: int, warmup: int, profile:
     flops = {name: FORMULAS[name](shape.run(name).model, wanted).total for name in names}
     rows = [_row(name, seconds[name], flops[name], ready[name][1]) for name in names]
     found = {**_describe(shape, wanted), "steps": _with_ratios(rows)}
+    if "triton" in names:
+        config = shape.run("triton").model
+        with torch.device("meta"):
+            budget = step_token_budget(Transformer(config), device, sum(rows_of(wanted)))
+        found["floor"] = floor(config, wanted, device, len(list(split(wanted, budget))))
     if profile:
         found["profile"] = {LABELS[n]: expensive_kernels(steps[n], device) for n in names if n != "reference"}
     return found
@@ -183,6 +194,14 @@ def _title(shape: dict[str, Any]) -> str:
         f"{name}{shape['size']}, {shape['batch']} sequences of {shape['tokens']} tokens, prefixes of {first} to {last}, "
         f"{outputs} outputs"
     )
+
+
+def _bound(shape: dict[str, Any]) -> str:
+    """What the kernels' time is bound by, where they took part."""
+    if "floor" not in shape:
+        return ""
+    took = next(row["median"] for row in shape["steps"] if row["name"] == LABELS["triton"])
+    return f"\n{sentence(shape['floor'], took)}"
 
 
 def _table(shape: dict[str, Any]) -> str:

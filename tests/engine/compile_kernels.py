@@ -48,18 +48,20 @@ def attention_kernels(half: torch.dtype, size: int) -> dict[str, int]:
 
 def query_kernels(half: torch.dtype, width: int, heads: int) -> dict[str, int]:
     wide = torch.float64 if half == torch.float64 else torch.float32
-    tiles = last._tiles(width, heads)
-    warps, stages = tiles.pop("num_warps"), tiles.pop("num_stages")
     base = {"starts": "*i32", "ends": "*i32", "lse": POINTERS[wide]}
     base |= dict.fromkeys(("x", "q", "out", "context", "grad", "dx", "dq"), POINTERS[half])
-    kernels = (last._query_forward, last._query_backward)
-    return {k.__name__: shared(k, base, {"SCALE": 0.1, **tiles}, warps, stages) for k in kernels}
+    found = {}
+    for backward, kernel in ((False, last._query_forward), (True, last._query_backward)):
+        tiles = last._tiles(width, heads, backward=backward)
+        warps, stages = tiles.pop("num_warps"), tiles.pop("num_stages")
+        found[kernel.__name__] = shared(kernel, base, {"SCALE": 0.1, **tiles}, warps, stages)
+    return found
 
 
 def row_kernels(width: int) -> dict[str, int]:
     """The rest, in bf16, at one width."""
-    tile = rows._tile(width)
-    warps = tile.pop("num_warps")
+    tile, down = rows._tile(width), rows._backward_tile(width, torch.bfloat16)
+    warps = tile.pop("num_warps"), down.pop("num_warps")
     wide = "h bias h_out r_out r_in db_out part z_out z_in dkv loss lse"
     half = "y x x_out last_out dh dx dlast dh_out dy_out u grad du qkv out dqkv logits"
     base = {**dict.fromkeys(wide.split(), "*fp32"), **dict.fromkeys(half.split(), "*bf16")}
@@ -68,9 +70,9 @@ def row_kernels(width: int) -> dict[str, int]:
     back = {"WIDE": tl.float32, "GELU": True, "AGAIN": True}
     scan = {"SCALE": 0.1, "WIDE": tl.float32, "TOKENS": running.TOKENS, "DP": 64}
     return {
-        "add_norm": shared(rows._add_norm, base, {"EPS": 1e-5, **last_kind}, warps),
-        "add_norm_backward": shared(rows._add_norm_backward, base, {**last_kind, "STAGES": 2}, warps),
-        "first": shared(rows._first_add_norm_backward, {**base, "dh_out": "*fp32"}, {"NORM": True, **tile}, warps),
+        "add_norm": shared(rows._add_norm, base, {"EPS": 1e-5, **last_kind}, warps[0]),
+        "add_norm_backward": shared(rows._add_norm_backward, base, {**last_kind, **down}, warps[1]),
+        "first": shared(rows._first_add_norm_backward, {**base, "dh_out": "*fp32"}, {"NORM": True, **tile}, warps[0]),
         "activate": shared(mlp._activate, base, {"WIDE": tl.float32, "GELU": True, "R": 8, "C": 512}, 8),
         "activate_backward": shared(mlp._activate_backward, base, {**back, "R": 16, "C": 512, "STAGES": 2}),
         "activate_backward of few columns": shared(mlp._activate_backward, base, {**back, "R": 32, "C": 128, "STAGES": 3}),
@@ -78,7 +80,7 @@ def row_kernels(width: int) -> dict[str, int]:
         "scan_forward": shared(running._scan_forward, base, scan, 1),
         "scan_backward": shared(running._scan_backward, base, scan, 1),
         "loss": shared(loss._loss_forward, base, {"BLOCK": loss.BLOCK}),
-        "tokens": shared(embed._token_gradients, {**base, "grad": "*fp32", "out": "*fp32"}, {"R": 128, "C": 64}),
+        "tokens": shared(embed._token_gradients, {**base, "grad": "*fp32", "out": "*fp32"}, {"R": 512, "C": 32}),
     }
 
 

@@ -55,8 +55,8 @@ class _Embed(torch.autograd.Function):
         grad, width, time = grad.contiguous(), grad.shape[2], x.shape[1]
         vocabulary, longest = ctx.sizes
         d_tokens = grad.new_empty(vocabulary, width)
-        grid = (vocabulary, triton.cdiv(width, 64))
-        _token_gradients[grid](x.contiguous(), grad, d_tokens, x.numel(), width, 128, 64, num_warps=4)
+        grid = (vocabulary, triton.cdiv(width, 32))
+        _token_gradients[grid](x.contiguous(), grad, d_tokens, x.numel(), width, 512, 32, num_warps=4)
         d_positions = grad.new_zeros(longest, width)
         d_positions[:time] = column_sums(grad.flatten(1), grad.dtype).view(time, width)
         return None, d_tokens, d_positions

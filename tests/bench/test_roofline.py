@@ -1,0 +1,31 @@
+"""The floor of a step: counts against what kernels move, rates that were really measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from entp.bench.roofline import floor, row_passes, sentence
+from entp.config import ModelConfig
+from entp.engine.flops import engine_flops
+
+CONFIG = ModelConfig(vocab=5, positions=20, layers=4, heads=2, width=32)
+
+
+def test_passes_by_layer() -> None:
+    """A middle layer: residual and norm twice, activation, attention. GELU made again costs four more in all layers but the last."""
+    assert row_passes(7, again=False) - row_passes(6, again=False) == 24 + 27
+    assert [row_passes(n, again=True) - row_passes(n, again=False) for n in (2, 3, 6)] == [4, 8, 20]
+
+
+def test_a_floor_is_counts_over_measured_rates() -> None:
+    wanted = torch.ones(3, 20, dtype=torch.bool)
+    found = floor(CONFIG, wanted, torch.device("cpu"))
+    assert found["flops"] == engine_flops(CONFIG, wanted).total
+    assert found["bytes"] == row_passes(4, again=False) * 3 * 210 * 32 * 4
+    assert found["seconds"] == pytest.approx(
+        found["flops"] / (1e12 * found["tflops_per_s"]) + found["bytes"] / (1e12 * found["tbytes_per_s"])
+    )
+    assert 0 < found["tflops_per_s"] < 100
+    assert 0 < found["tbytes_per_s"] < 100
+    assert "entp triton takes 2.00 times that" in sentence(found, 2 * found["seconds"])

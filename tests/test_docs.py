@@ -243,6 +243,22 @@ def test_measured_ratios_are_those_of_the_results_file() -> None:
     assert all(section["environment"][name] for name in ("commit", "date", "device"))
 
 
+def test_the_table_of_gpu_steps_is_that_of_the_results_file() -> None:
+    found = json.loads((ROOT / "results/engine_speed.json").read_text())
+    written = {row[0]: row for row in table(ROOT / "docs" / "engine.md", 10)}
+    for shape in found["step"]["shapes"]:
+        steps = {row["name"]: row for row in shape["steps"]}
+        loop, kernels, row = steps["entp reference"], steps["entp triton"], written[shape["name"]]
+        assert row[1].startswith(f"{loop['median'] * 1e3:.0f} (")
+        assert row[3].startswith(f"{kernels['median'] * 1e3:.2f} (")
+        assert row[4:6] == [f"{kernels['ratio']:.1f}", f"{kernels['memory_ratio']:.2f}"]
+        assert row[8] == f"{kernels['median'] / shape['floor']['seconds']:.2f}"
+    assert {target["met"] for target in found["step"]["targets"] if target["measure"] == "memory"} == {"wanted"}
+    assert found["generate"]["targets"][0]["met"] == "aim"
+    sections = [found[name] for name in ("step", "generate", "scaling")]
+    assert all(s["environment"][name] for s in sections for name in ("commit", "date", "device", "torch"))
+
+
 def test_the_count_of_units_is_the_documents() -> None:
     """docs/engine.md, roofline: Count3's rows, bytes of a unit, and operations."""
     mask = torch.zeros(64, 64, dtype=torch.bool)

@@ -13,7 +13,7 @@ CONFIG = ModelConfig(vocab=5, positions=20, layers=4, heads=2, width=32)
 
 
 def test_passes_by_layer() -> None:
-    """A middle layer: residual and norm twice, activation, attention. GELU made again costs four more in all layers but the last."""
+    """Of a middle layer; GELU made again costs four more in all layers but the last."""
     assert row_passes(7, again=False) - row_passes(6, again=False) == 24 + 27
     assert [row_passes(n, again=True) - row_passes(n, again=False) for n in (2, 3, 6)] == [4, 8, 20]
 

@@ -1,0 +1,1 @@
+"""The paper's theory as code whose statements are tests."""

@@ -1,0 +1,249 @@
+"""Count3 as weights set by hand: a Transformer of four blocks, whatever the length, that computes it without error.
+
+    model = count3(n_max=64)                       # x_i < n, every n up to 64
+    model = count3(n_max=64, ratio=4)              # x_i < 4 n: the paper's experiments, values up to 63 from n = 16 on
+    model(tokens, mode="entp")                     # or save it, load it, generate with it
+
+A lemma of the paper (lem:enc-bound) says that a fixed encoder exists; these are its weights. With l = x_n, s_i = x_i + l and
+kappa_i = ceil(s_i / n), the partner that row i looks for is a_i = kappa_i n - s_i, one of 0..n-1.
+
+    block 1   attention: every row fetches l, l^2, n, n^2 from the last row and x_0 from the first
+              MLP: a_i, kappa_i^2, kappa_i s_i; x_j mod n and what its square is made of, all zero in row 0
+    block 2   attention: w_i = number of j > 0 with x_j = a_i mod n. Row 0 is a sink (below)
+              MLP: + 1 if x_0 = a_i mod n
+    block 3   attention: the mean over all rows, W = count / n, and 1 / n
+    block 4   attention: t = floor(W), by looking up the position nearest to W - 1/2 + 1/(2n)
+              MLP: f = W - t, 0 where that is 1. The output's logits are 2 v f - v^2 / n = (2 v r - v^2) / n, r = count mod n
+
+Three ideas keep it small. **A sink makes softmax count**: if row 0 scores S more than a match and has value 0, the weights of
+matches are exp(-S) each, so exp(S) times the attended value is their number (relative error n exp(-S)): no reciprocals.
+**Products in the scores**: a match scores K a_i^2, a product that no MLP of fixed size can form; the sink has to score
+K a_i^2 + S = K (kappa_i^2 n^2 - 2 kappa_i s_i n + x_i^2 + 2 x_i l + l^2) + S, in which each product is one of something that
+row i has and something that row 0 has. **Thresholds in one layer**: y [e > 0] = min(ReLU(M (2e - 1)), y) for integers e.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from entp.config import ModelConfig
+from entp.errors import InputError
+from entp.model import Block, Transformer
+
+Form = dict[str, float]
+"""A linear form over registers, "1" being the constant: {"N": 2.0, "1": -1.0} is 2 n - 1."""
+
+BLOCKS, HEADS = 4, 2
+SHARP = 60.0
+"""Score by which the right key of a lookup beats the next: others get less than exp(-60) of the weight."""
+MATCH, SINK = 30.0, 30.0
+"""K and S: scores of mismatches fall by at least K below a match, the sink lies S above it."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """An attention head: its score is the sum of products (query form) x (key form); values go to registers."""
+
+    scores: list[tuple[Form, Form]]
+    values: dict[str, Form]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A hidden unit of an MLP: ReLU of a form, added to registers with these weights."""
+
+    form: Form
+    out: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A block: heads, then units."""
+
+    heads: list[Head] = field(default_factory=list)
+    units: list[Unit] = field(default_factory=list)
+
+
+def count3(n_max: int = 64, ratio: int = 1) -> Transformer:
+    """A Transformer in float64 that computes Count3 in mode entp, for all sequences of n <= n_max integers x_i < ratio n.
+
+    Token ids go from 0 to n_max - 1. Layers and width do not depend on n_max; the width grows with ratio.
+    """
+    if n_max < 1 or ratio < 1:
+        raise InputError(f"n_max is {n_max} and ratio {ratio}: both must be at least 1.")
+    registers = _registers(ratio)
+    layers = _program(n_max, ratio)
+    needed = max([len(set(registers.values())), *(-(-len(layer.units) // 4) for layer in layers)])
+    config = ModelConfig(
+        vocab=n_max,
+        positions=n_max,
+        layers=BLOCKS,
+        heads=HEADS,
+        width=needed + needed % HEADS,
+        norm="none",
+        activation="relu",
+        position="given",
+        scale="one",
+    )
+    model = Transformer(config).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        _write_tables(model, registers)
+        for block, layer in zip(model.blocks, layers, strict=True):
+            _write_block(block, layer, registers)  # type: ignore[arg-type]
+    return model.eval()
+
+
+def _registers(ratio: int) -> dict[str, int]:
+    """Which dimension of the stream holds what. MEAN, NINV and T take places that block 2 has cleared.
+
+    X, X2: the token and its square; in the end what the tied readout needs. J, J2, FIRST: position, its square, [j = 0].
+    L, L2, N, N2, X0: fetched by block 1. A, K2, KS: a, kappa^2, kappa s. GX, GX2, QX, Q2: of keys, zero in row 0: x mod n,
+    x^2, q x and q^2 with q = floor(x / n), from which (x mod n)^2 = x^2 - 2 q x n + q^2 n^2. SN, SN2: n and n^2 in row 0 only,
+    L becomes such. If x < n there is no q, and N and N2 are not needed outside row 0.
+    """
+    names = ["X", "X2", "J", "J2", "FIRST", "L", "L2", "N", "N2", "X0", "A", "K2", "KS", "GX", "GX2", "W"]
+    names += ["QX", "Q2", "SN", "SN2"] if ratio > 1 else []
+    registers = {name: number for number, name in enumerate(names)}
+    registers |= {"MEAN": registers["A"], "NINV": registers["K2"], "T": registers["KS"]}
+    return registers if ratio > 1 else registers | {"SN": registers["N"], "SN2": registers["N2"]}
+
+
+def _program(n_max: int, ratio: int) -> list[Layer]:
+    """The four blocks."""
+    last = Head([({"1": SHARP}, {"J": 1.0})], {
+        "L": {"X": 1.0}, "L2": {"X2": 1.0}, "N": {"J": 1.0, "1": 1.0}, "N2": {"J2": 1.0, "J": 2.0, "1": 1.0},
+    })  # fmt: skip
+    first = Head([({"1": -SHARP}, {"J": 1.0})], {"X0": {"X": 1.0}})
+    mean = Head([], {"MEAN": {"W": 1.0}, "NINV": {"FIRST": 1.0}})
+    sharp = SHARP * n_max
+    near = {"MEAN": 2 * sharp, "1": -sharp, "NINV": sharp}
+    floor = Head([(near, {"J": 1.0}), ({"1": -sharp}, {"J2": 1.0})], {"T": {"J": 1.0}})
+    return [
+        Layer([last, first], [*_partners(n_max, ratio), *_keys(n_max, ratio)]),
+        Layer([_count(ratio)], [*_match_at_first(ratio), *_clear("A", "K2", "KS")]),
+        Layer([mean]),
+        Layer([floor], _remainder(n_max)),
+    ]
+
+
+def _partners(n_max: int, ratio: int) -> Iterable[Unit]:
+    """a, kappa^2 and kappa s of every row: thresholds s > t n, for t = 0 .. 2 ratio - 1."""
+    s = {"X": 1.0, "L": 1.0}
+    for t in range(2 * ratio):
+        over = {**s, "N": -float(t)}
+        yield from _where_positive(over, {"1": 1.0}, {"K2": 2.0 * t + 1}, 2 * n_max)
+        yield from _where_positive(over, s, {"KS": 1.0}, 2 * n_max)
+        yield from _where_positive(over, {"N": 1.0}, {"A": 1.0}, 2 * n_max)
+    yield from (Unit({name: 1.0}, {"A": -1.0}) for name in s)
+
+
+def _keys(n_max: int, ratio: int) -> Iterable[Unit]:
+    """What rows are searched by: for tokens zero in row 0, for the sink zero elsewhere."""
+    shut = 8.0 * n_max**2  # more than any form below can be
+    for name, out in (("X", "GX"), ("X2", "GX2")):
+        yield Unit({name: 1.0, "FIRST": -shut}, {out: 1.0})
+    for t in range(1, ratio):  # x >= t n
+        over = {"X": 1.0, "N": -float(t), "1": 1.0}
+        yield from _where_positive(over, {"1": 1.0}, {"Q2": 2.0 * t - 1}, n_max, shut)
+        yield from _where_positive(over, {"X": 1.0}, {"QX": 1.0}, n_max, shut)
+        yield from _where_positive(over, {"N": 1.0}, {"GX": -1.0}, n_max, shut)
+    if ratio > 1:
+        for name, out in (("N", "SN"), ("N2", "SN2")):
+            yield Unit({name: 1.0, "FIRST": shut, "1": -shut}, {out: 1.0})
+    for name in ("L",) if ratio > 1 else ("L", "N", "N2"):  # in place: less itself in every row but the first
+        yield Unit({name: 1.0, "FIRST": -shut}, {name: -1.0})
+
+
+def _count(ratio: int) -> Head:
+    """The number of rows j > 0 with x_j = a mod n. Each product is (of the query's row) x (of the key's row)."""
+    k = MATCH
+    tokens: list[tuple[Form, Form]] = [({"A": 2 * k}, {"GX": 1.0}), ({"1": -k}, {"GX2": 1.0})]
+    if ratio > 1:
+        tokens += [({"N": 2 * k}, {"QX": 1.0}), ({"N2": -k}, {"Q2": 1.0})]
+    sink: list[tuple[Form, Form]] = [
+        ({"K2": k}, {"SN2": 1.0}),
+        ({"KS": -2 * k}, {"SN": 1.0}),
+        ({"X": 2 * k}, {"L": 1.0}),
+        ({"X2": k, "L2": k, "1": SINK}, {"FIRST": 1.0}),
+    ]
+    return Head(tokens + sink, {"W": {"1": math.exp(SINK), "FIRST": -math.exp(SINK)}})
+
+
+def _match_at_first(ratio: int) -> Iterable[Unit]:
+    """1 if x_0 = a mod n: a bump at x_0 - t n - a = 0."""
+    for t in range(ratio):
+        for shift, weight in ((1.0, 1.0), (0.0, -2.0), (-1.0, 1.0)):
+            yield Unit({"X0": 1.0, "A": -1.0, "N": -float(t), "1": shift}, {"W": weight})
+
+
+def _remainder(n_max: int) -> list[Unit]:
+    """X = 2 C f and X2 = -C / n, with f = W - t, or 0 if that is 1: the tied readout takes 2 v f - v^2 / n."""
+    sharp, steep = SHARP * n_max, 4.0 * n_max
+    whole = {"MEAN": steep, "T": -steep, "NINV": steep / 2, "1": -steep}
+    return [
+        Unit({"MEAN": 1.0}, {"X": 2 * sharp}),
+        Unit({"T": 1.0}, {"X": -2 * sharp}),
+        Unit(whole, {"X": -2 * sharp}),
+        Unit({**whole, "1": -steep - 1}, {"X": 2 * sharp}),
+        Unit({"NINV": 1.0}, {"X2": -sharp}),
+        *_clear("X", "X2"),
+    ]
+
+
+def _where_positive(e: Form, height: Form, out: dict[str, float], most: float, shut: float = 0.0) -> Iterable[Unit]:
+    """height [e > 0] for integers e and 0 <= height <= most; nothing in row 0 if `shut`."""
+    steep = {name: 2 * most * weight for name, weight in e.items()}
+    steep["1"] = steep.get("1", 0.0) - most
+    steep["FIRST"] = -2 * most * shut
+    yield Unit(steep, out)
+    lower = {name: steep.get(name, 0.0) - height.get(name, 0.0) for name in steep | height}
+    yield Unit(lower, {name: -weight for name, weight in out.items()})
+
+
+def _clear(*names: str) -> list[Unit]:
+    """Registers that are not negative, set to 0."""
+    return [Unit({name: 1.0}, {name: -1.0}) for name in names]
+
+
+def _write_tables(model: Transformer, at: dict[str, int]) -> None:
+    """Tokens carry v and v^2; positions carry j, j^2 and [j = 0]."""
+    count, width = model.positions.shape
+    number = torch.arange(count, dtype=torch.float64)
+    table = torch.zeros(count, width, dtype=torch.float64)
+    table[:, at["J"]], table[:, at["J2"]], table[0, at["FIRST"]] = number, number**2, 1.0
+    model.set_positions(table)
+    assert model.tokens is not None
+    model.tokens.weight[:, at["X"]], model.tokens.weight[:, at["X2"]] = number, number**2
+
+
+def _write_block(block: Block, layer: Layer, at: dict[str, int]) -> None:
+    """Heads and units as the block's matrices."""
+    width = block.proj.weight.shape[0]
+    size = width // block.heads
+    for number, head in enumerate(layer.heads):
+        for e, (query, key) in enumerate(head.scores):
+            _write_form(block.qkv, number * size + e, query, at)
+            _write_form(block.qkv, width + number * size + e, key, at)
+        for e, (register, value) in enumerate(head.values.items()):
+            _write_form(block.qkv, 2 * width + number * size + e, value, at)
+            block.proj.weight[at[register], number * size + e] = 1.0
+    for number, unit in enumerate(layer.units):
+        _write_form(block.fc, number, unit.form, at)
+        for register, weight in unit.out.items():
+            block.out.weight[at[register], number] += weight
+
+
+def _write_form(linear: torch.nn.Linear, row: int, form: Form, at: dict[str, int]) -> None:
+    weight: Tensor = linear.weight
+    for name, factor in form.items():
+        if name == "1":
+            linear.bias[row] += factor
+        else:
+            weight[row, at[name]] += factor

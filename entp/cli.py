@@ -1,4 +1,4 @@
-"""The command line: `entp demo | train TASK | evaluate RUN | generate RUN | reproduce RECIPE | bench WHAT | tasks`.
+"""The command line: `entp demo | train | evaluate | generate | reproduce | bench | theory | tasks`.
 
 Options come from dataclasses through tyro. What a user got wrong is one sentence on standard error and exit code 2.
 Heavy imports stay inside the commands, so that `entp --help` answers at once.
@@ -145,6 +145,30 @@ def bench_command(args: list[str]) -> int:
     return 0
 
 
+def theory_command(args: list[str]) -> int:
+    """theory [WHAT]: check the paper's statements; RASP programs, Count3's trade-off, Count3 as weights"""
+    from entp.theory_commands import THEORY
+
+    if args and args[0] in ("-h", "--help"):
+        about = [f"  {name:16} {(kind.__doc__ or '').strip()}" for name, kind in THEORY.items()]
+        print(
+            "\n".join(
+                ["usage: entp theory [WHAT] [OPTIONS]      entp theory WHAT --help", "", *about, "", "default: statements"]
+            )
+        )
+        raise SystemExit(0)
+    what = args[0] if args and not args[0].startswith("-") else "statements"
+    if what not in THEORY:
+        raise one_of("part of theory", what, THEORY)
+    rest = args[1:] if args[:1] == [what] else args
+    if what == "rasp" and rest and not rest[0].startswith("-"):
+        rest = ["--program", *rest]
+    options: Any = _parse(THEORY[what], rest, f"entp theory {what}")
+    text, code = options.run()
+    print(text)
+    return code
+
+
 def demo_command(args: list[str]) -> int:
     """demo: ENTP and a decoder side by side, live"""
     options = _parse(DemoOptions, args, "entp demo")
@@ -174,6 +198,7 @@ COMMANDS = {
     "generate": generate_command,
     "reproduce": reproduce_command,
     "bench": bench_command,
+    "theory": theory_command,
     "tasks": tasks_command,
 }
 

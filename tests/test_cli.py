@@ -34,7 +34,7 @@ def test_help_and_version_are_quick_and_need_no_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60, check=True
     )
     assert time.perf_counter() - start < 2
-    assert {"demo", "train", "evaluate", "generate", "reproduce", "bench", "tasks"} <= set(done.stdout.split())
+    assert {"demo", "train", "evaluate", "generate", "reproduce", "bench", "theory", "tasks"} <= set(done.stdout.split())
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,6 +53,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         "bench step",
         "bench generate",
         "bench scaling",
+        "theory",
+        "theory statements",
+        "theory rasp",
+        "theory count3-tradeoff",
+        "theory compiled",
+        "theory complexity",
         "demo",
     ],
 )
@@ -116,6 +122,13 @@ def test_train_offers_the_promised_flags(capsys: pytest.CaptureFixture[str]) -> 
         ("demo --steps 4 --out runs/first/config.json", "cannot be used: Not a directory"),
         ("bench --out nowhere/x.json", "in a folder that does not exist: make nowhere first"),
         ("evaluate runs/first --batches 0", "batches is 0: at least 1 is needed"),
+        ("theory nothing", "unknown part of theory 'nothing': allowed are statements, rasp, count3-tradeoff, compiled"),
+        ("theory rasp count4 --input 1", "invalid choice 'count4' for argument '--program'"),
+        ("theory rasp count3 --input 1,x", "--input '1,x' is not a list of whole numbers: write them like"),
+        ("theory rasp count3-printed --input 3,1,4", "count3-printed takes whole numbers from 0 to n - 1 = 2"),
+        ("theory count3-tradeoff --n-max 64", "--n-max is 64: allowed are 128 to 4096"),
+        ("theory compiled --ratio 0", "--ratio is 0: it must be at least 1"),
+        ("theory complexity --out nowhere/x.json", "there is no folder nowhere. Make it, or give another path"),
         ("bench walk", "unknown benchmark 'walk': allowed are step, generate, scaling"),
         ("bench step --shapes count4", "unknown shape 'count4': allowed are count3, text, small-deep, small, paper"),
         ("bench --shapes small --length 9", "--shapes small decides what --length would"),

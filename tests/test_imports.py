@@ -20,7 +20,7 @@ LEVELS = [
     {"training", "theory", "hf"},
     {"experiments"},
     {"report"},
-    {"options", "demo", "bench", "cli"},
+    {"options", "demo", "bench", "theory_commands", "cli"},
 ]
 """Parts of the package, lowest first: a module imports from its own level and from those before it."""
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}

@@ -141,3 +141,14 @@ def test_saved_and_loaded_like_any_checkpoint(experiments: Transformer, tmp_path
 def test_wrong_sizes_are_a_sentence(n_max: int, ratio: int) -> None:
     with pytest.raises(InputError, match=f"n_max is {n_max} and ratio {ratio}: both must be at least 1"):
         count3(n_max, ratio)
+
+
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_float32_is_enough_for_64(ratio: int) -> None:
+    """Scores are whole multiples of 30 below 2^24, which float32 holds exactly: O(log n) bits, as the lemma assumes."""
+    model = count3(64, ratio).float()
+    rng = np.random.default_rng(7)
+    for n in (16, 47, 64):
+        x = rng.integers(0, 64 if ratio > 1 else n, (300, n))
+        x[: n // 2] = np.arange(n // 2)[:, None]  # all equal: counts up to n²
+        assert np.array_equal(answers(model, x), count3_next(x))

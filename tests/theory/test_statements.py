@@ -1,0 +1,78 @@
+"""`entp theory`: every statement comes out as the documents say, and a fault would be seen."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from entp.cli import main
+from entp.theory import statements
+from entp.theory.programs import PROGRAMS
+from entp.theory.statements import STATEMENTS, Checked, Statement, check_all, report
+from entp.theory_commands import ProgramName
+
+PAPERS_LABELS = {
+    "sec:tdd", "sec:ede", "thm:dyen", "thm:eydn", "tab:cc", "con:ts2", "lem:conjl2", "lem:enc-bound", "alg:linear-memory-attn",
+    "alg:tc1", "alg:tc2", "alg:rasp_count_triplets", "alg:rasp_has_triplet", "alg:rasp_count_triplets_cot",
+}  # fmt: skip
+
+
+def test_all_statements_of_the_paper_are_there_and_come_out_as_documented(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert {label for s in STATEMENTS for label in s.label.split(", ")} >= PAPERS_LABELS
+    assert main(["theory", "--out", str(tmp_path / "theory.json")]) == 0
+    printed = capsys.readouterr().out
+    assert f"all {len(STATEMENTS)} as docs/theory.md says" in printed
+    kept = json.loads((tmp_path / "theory.json").read_text())
+    assert [row["label"] for row in kept["statements"]] == [s.label for s in STATEMENTS]
+    assert all(row["as_expected"] and row["checked"] in printed for row in kept["statements"])
+    assert kept["environment"]["commit"]
+
+
+def test_another_verdict_is_a_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = Statement("thm:odd", "all primes are odd", lambda: Checked("exact: 2", "FAILS"))
+    monkeypatch.setattr(statements, "STATEMENTS", (odd,))
+    found = check_all()
+    assert report(found).endswith("NOT as docs/theory.md says: thm:odd")
+    assert main(["theory"]) == 1
+    assert "NOT as docs/theory.md says: thm:odd" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_on_the_command_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["theory", "rasp", name, "--input", "1 0 2"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"answer: \d+$", printed.strip())
+    assert re.search(r"^x +1 +0 +2", printed, re.MULTILINE)
+    assert set(get_args(ProgramName)) == set(PROGRAMS)
+
+
+def test_the_trade_off_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "tradeoff.json"
+    assert main(["theory", "count3-tradeoff", "--n-max", "256", "--out", str(out)]) == 0
+    assert "fitted: time ~ n^1.50, space ~ n^0.50" in capsys.readouterr().out
+    assert json.loads(out.read_text())["lengths"] == [64, 128, 256]
+    assert (tmp_path / "tradeoff.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_compiled_weights_are_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(tmp_path / "compiled")
+    assert main(["theory", "compiled", "--sequences", "20", "--out", folder]) == 0
+    printed = capsys.readouterr().out
+    assert "4 layers, width 20" in printed
+    assert len(re.findall(r"20 of 20", printed)) == 3
+    assert main(["evaluate", folder, "--batches", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sequence_accuracy"] == 1.0
+    assert main(["generate", folder, "--prompt", "3 1 4 1 5 9 2 6 5 3 5 8 9 7 9 3"]) == 0
+    assert len(capsys.readouterr().out.split()) == 64
+
+
+@pytest.mark.parametrize("n_max", [1, 2, 5])
+def test_short_compiled_weights_can_be_saved_too(n_max: int, tmp_path: Path) -> None:
+    assert main(["theory", "compiled", "--n-max", str(n_max), "--sequences", "3", "--out", str(tmp_path / "c")]) == 0
+    assert (tmp_path / "c" / "model.safetensors").is_file()

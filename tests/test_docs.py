@@ -259,6 +259,21 @@ def test_the_table_of_gpu_steps_is_that_of_the_results_file() -> None:
     assert all(s["environment"][name] for s in sections for name in ("commit", "date", "device", "torch"))
 
 
+def test_theory_document_has_the_numbers_of_its_commands() -> None:
+    text = (ROOT / "docs" / "theory.md").read_text()
+    powers = json.loads((ROOT / "results/complexity.json").read_text())["powers"]
+    for kind, power in powers.items():
+        cells = ["none kept" if p is None else f"{round(p, 2) + 0.0:.2f}" for p in list(power.values())[:4]]
+        assert f"| {kind} | {' | '.join(cells)} |" in text
+    trade = json.loads((ROOT / "results/count3_tradeoff.json").read_text())["rows"]
+    for row in trade:
+        if row["n"] == 4096 and row["s"] in (None, 64):
+            assert row["correct"]
+            assert f"{row['time']}" in text, row
+    statements = json.loads((ROOT / "results/theory.json").read_text())["statements"]
+    assert all(row["as_expected"] and row["label"] in text for row in statements if row["label"] != "eq:auto")
+
+
 def test_the_count_of_units_is_the_documents() -> None:
     """docs/engine.md, roofline: Count3's rows, bytes of a unit, and operations."""
     mask = torch.zeros(64, 64, dtype=torch.bool)

@@ -68,8 +68,8 @@ class TradeoffOptions:
     """Longest sequence; lengths are powers of two from 64 on."""
     seed: int = 0
     """Seed of the sequences."""
-    out: Path | None = None
-    """Write the numbers to this JSON file as well, and draw them beside it."""
+    out: Path = Path("count3-tradeoff.json")
+    """JSON file for the numbers; they are drawn in a picture of the same name beside it."""
 
     def run(self) -> tuple[str, int]:
         from entp.theory import tradeoff

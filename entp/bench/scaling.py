@@ -10,11 +10,9 @@ parts.
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 from typing import Any
 
-import numpy as np
 import torch
 
 from entp.bench.measure import bench_device, default_warmup, prepare, release, take_turns, time_cells, timed
@@ -25,6 +23,7 @@ from entp.engine.budget import step_token_budget
 from entp.engine.flops import decoder_flops, engine_flops, token_flops
 from entp.engine.generate import make_cache
 from entp.engine.layout import rows_of, split
+from entp.intervals import fit_exponent
 from entp.model import Transformer
 from entp.options import BenchScalingOptions
 from entp.table import format_table
@@ -81,21 +80,6 @@ def report(section: dict[str, Any]) -> str:
         for mode in MODES
     ]
     return f"{title}\n{format_table(head, rows)}\n\n{_fits_table(section['fits'])}"
-
-
-def fit_exponent(lengths: list[int], values: list[float]) -> tuple[float, float | None]:
-    """The p of value = c n^p by least squares of logarithms, and its standard error (None for two points).
-
-    Only the upper half of the lengths counts, from the middle one up: the lower ones say more about overheads.
-    """
-    start = len(lengths) // 2
-    x, y = np.log(np.asarray(lengths[start:], float)), np.log(np.asarray(values[start:], float))
-    away = x - x.mean()
-    exponent = float((away * y).sum() / (away**2).sum())
-    if len(x) < 3:
-        return exponent, None
-    left = y - y.mean() - exponent * away
-    return exponent, math.sqrt(float((left**2).sum() / (len(x) - 2) / (away**2).sum()))
 
 
 def _measure(n: int, batch: int, options: BenchScalingOptions, warmup: int, device: torch.device) -> dict[str, Any]:

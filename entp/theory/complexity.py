@@ -22,7 +22,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -33,6 +32,7 @@ from entp.engine.caches import Cache, DecoderCache, EntpCache, NoCache
 from entp.engine.flops import STEP, reference_flops, token_flops
 from entp.engine.layout import Packing
 from entp.errors import InputError, one_of
+from entp.intervals import fit_exponent
 from entp.model import Transformer
 from entp.table import format_table
 from entp.theory.linear_memory import attend_streaming, peak_bytes
@@ -171,11 +171,8 @@ def kept_bytes(cache: Cache) -> int:
 
 
 def fit_power(lengths: Sequence[int], values: Sequence[float]) -> float | None:
-    """The p of value = c n^p, by least squares of logarithms over the upper half of the lengths; None if a value is 0."""
-    start = len(lengths) // 2
-    if not all(value > 0 for value in values[start:]):
-        return None
-    return float(np.polyfit(np.log(lengths[start:]), np.log(values[start:]), 1)[0])
+    """The p of value = c n^p over the upper half of the lengths; None if a value there is 0."""
+    return fit_exponent(lengths, values)[0] if all(value > 0 for value in values[len(lengths) // 2 :]) else None
 
 
 def summary(result: dict[str, Any]) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from entp.bench.shapes import RandomTokens
 from entp.config import ModelConfig, Run, model_for
 from entp.engine.flops import token_flops
 from entp.errors import InputError
+from entp.intervals import fit_exponent
 from entp.options import BenchScalingOptions
 
 LENGTHS = [32, 64, 128, 256, 512, 1024]
@@ -25,28 +26,28 @@ def section() -> dict[str, Any]:
 
 @pytest.mark.parametrize("power", [0.0, 1.0, 2.5, 3.0])
 def test_a_power_law_is_recovered_exactly(power: float) -> None:
-    exponent, error = scaling.fit_exponent(LENGTHS, [7e-5 * n**power for n in LENGTHS])
+    exponent, error = fit_exponent(LENGTHS, [7e-5 * n**power for n in LENGTHS])
     assert exponent == pytest.approx(power, abs=1e-9)
     assert error == pytest.approx(0, abs=1e-9)
 
 
 def test_overheads_of_short_lengths_do_not_count() -> None:
     values = [1.0, 1.0, 1.0, *(n**2.0 for n in LENGTHS[3:])]
-    assert scaling.fit_exponent(LENGTHS, values)[0] == pytest.approx(2)
+    assert fit_exponent(LENGTHS, values)[0] == pytest.approx(2)
 
 
 def test_the_standard_error_is_that_of_noise() -> None:
     """Over many noisy fits, the spread of the exponents is the size of the standard errors, and the mean is right."""
     rng = np.random.default_rng(0)
     lengths = [2**k for k in range(3, 19)]
-    fits = [scaling.fit_exponent(lengths, [n**2 * np.exp(0.1 * rng.standard_normal()) for n in lengths]) for _ in range(300)]
+    fits = [fit_exponent(lengths, [n**2 * np.exp(0.1 * rng.standard_normal()) for n in lengths]) for _ in range(300)]
     exponents, errors = zip(*fits, strict=True)
     assert np.mean(exponents) == pytest.approx(2, abs=0.01)
     assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(exponents), rel=0.15)
 
 
 def test_two_points_have_no_error() -> None:
-    assert scaling.fit_exponent([1, 2, 4], [9.0, 2.0, 8.0]) == (pytest.approx(2), None)
+    assert fit_exponent([1, 2, 4], [9.0, 2.0, 8.0]) == (pytest.approx(2), None)
 
 
 @pytest.mark.slow
@@ -82,7 +83,7 @@ def test_counts_tend_to_the_papers_powers() -> None:
     long = [2**k for k in range(14, 20)]
     for mode in ("entp", "decoder"):
         counts = [float(token_flops(config, n, mode).total) for n in long]
-        assert scaling.fit_exponent(long, counts)[0] == pytest.approx(scaling.ASYMPTOTIC[mode, "token"], abs=0.05)
+        assert fit_exponent(long, counts)[0] == pytest.approx(scaling.ASYMPTOTIC[mode, "token"], abs=0.05)
 
 
 def test_a_step_beyond_the_budget_counts_its_parts() -> None:

@@ -60,18 +60,26 @@ def evaluate_command(args: list[str]) -> int:
     run = dataclasses.replace(run, train=dataclasses.replace(run.train, impl=options.impl))
     from entp.intervals import wilson
     from entp.table import format_table
-    from entp.training.evaluation import evaluate
+    from entp.training.evaluation import accuracy_by_length, evaluate, generated_right
 
-    values = evaluate(model, run, split=options.split, batches=options.batches, seed=options.seed, device=device)
+    which: Any = {"split": options.split, "batches": options.batches, "seed": options.seed, "device": device}
+    values = evaluate(model, run, **which)
+    more: dict[str, Any] = {}
+    if options.by_length:
+        more["by_length"] = accuracy_by_length(model, run, **which)
+    if options.by_generation:
+        values["generated_right"] = generated_right(model, run, **which)[0] / values["n"]
     if options.json:
-        print(json.dumps({"run": folder, "split": options.split, **values}))
+        print(json.dumps({"run": folder, "split": options.split, **values, **more}))
         return 0
     n, rows = int(values.pop("n")), []
     for name, value in values.items():
-        low, high = wilson(round(value * n), n) if name == "sequence_accuracy" else (None, None)
+        low, high = wilson(round(value * n), n) if name in ("sequence_accuracy", "generated_right") else (None, None)
         rows.append([name, f"{value:.4f}", "" if low is None else f"{low:.4f}..{high:.4f}"])
     print(f"{run.task.name}, mode {run.mode}, {n} sequences of {options.split}")
     print(format_table(["metric", "value", "95% interval"], rows))
+    if more:
+        print(format_table(["tokens read", "right"], [[str(k), f"{v:.4f}"] for k, v in more["by_length"].items()]))
     return 0
 
 
@@ -114,7 +122,7 @@ def reproduce_command(args: list[str]) -> int:
 
     recipe = find_recipe(name).tiny() if options.tiny else find_recipe(name)
     print(f"{recipe.title}\n{recipe.question}", flush=True)
-    results = reproduce(recipe, options.out, device=options.device, only=options.only)
+    results = reproduce(recipe, options.out, device=options.device, only=options.only, jobs=options.jobs)
     print(f"\n{results_table(results, recipe.metrics)}\n\nresults and picture: {options.out / recipe.name}")
     if options.tiny:
         print("tiny runs show that everything works; they say nothing about the paper's claim")

@@ -100,6 +100,8 @@ class OptimConfig:
     """Steps of linear warm-up."""
     decay_steps: int = 100_000
     """Step at which the cosine reaches min_lr. It does not depend on --steps, so that a longer run only adds steps."""
+    decay: Literal["steps", "seconds"] = "steps"
+    """What the cosine follows: decay_steps, or the clock, so that it ends with train.max_seconds on any machine."""
     beta1: float = 0.9
     """AdamW's first decay."""
     beta2: float = 0.99
@@ -144,6 +146,8 @@ class TrainConfig:
     """Validation metric that decides which checkpoint is best and when to stop. None: the task's last, or the loss."""
     target: float | None = None
     """Stop when target_metric reaches this value (for a loss: falls to it)."""
+    max_seconds: float | None = None
+    """Stop after so many seconds of training, evaluations included; a run that is resumed goes on counting."""
     impl: Impl = "auto"
     """Engine for mode entp."""
     token_budget: int | None = None
@@ -166,6 +170,8 @@ class TrainConfig:
         ]
         if self.token_budget is not None and self.token_budget < 1:
             problems.append(f"train.token_budget is {self.token_budget}: it must be at least 1, or None")
+        if self.max_seconds is not None and self.max_seconds <= 0:
+            problems.append(f"train.max_seconds is {self.max_seconds:g}: it must be above 0, or None")
         _raise(problems + _choice_problems(self, "train."))
 
 
@@ -198,6 +204,8 @@ class Run:
                 problems.append(f"{name} is {getattr(self, name)}: it must be at least {least}")
         if self.seed >= 2**32:
             problems.append(f"seed is {self.seed}: it must be below 2^32, so that no two streams of data can meet")
+        if self.optim.decay == "seconds" and self.train.max_seconds is None:
+            problems.append("optim.decay seconds needs train.max_seconds: the time at whose end the rate is optim.min_lr")
         needs = self.task.model_needs()
         if self.model.position != "none" and self.model.positions < needs["positions"]:
             problems.append(
@@ -276,9 +284,9 @@ def _explain(part: str, error: Any) -> str:
 
 
 def config_hash(run: Run) -> str:
-    """Ten characters that change whenever anything about the run does, except how many steps it takes."""
+    """Ten characters that change whenever anything about the run does, except how many steps or seconds it takes."""
     data = run_to_json(run)
-    del data["steps"]
+    del data["steps"], data["train"]["max_seconds"]
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:10]
 
 

@@ -96,6 +96,10 @@ class EvaluateOptions:
     """Engine for mode entp."""
     task: str | None = None
     """module:Class of the run's task, if it is not a built-in one."""
+    by_length: bool = False
+    """Also measure the accuracy after each number of tokens."""
+    by_generation: bool = False
+    """Also let the model continue sequences alone, and count those that are right to the end."""
     json: bool = False
     """Print JSON instead of a table."""
 
@@ -134,6 +138,8 @@ class ReproduceOptions:
     """A version for a CPU minute: shows that everything works, not the result."""
     only: str | None = None
     """Train this arm only."""
+    jobs: int = 1
+    """Runs at a time, each in a process of its own: for small models, which do not fill a GPU."""
     out: Path = Path("runs")
     """Folder for all recipes' runs."""
     device: str = "auto"

@@ -270,18 +270,24 @@ OTHER_VALUES = {
     "train.target": 0.5,
     "train.impl": "packed",
     "train.token_budget": 9,
+    "train.max_seconds": 5.0,
+    "optim.decay": "seconds",
     "train.precision": "fp32",
     "train.graph": False,
     "train.compile": True,
     "train.mirror": "wandb",
 }
 """Another allowed value of each field to which 1 cannot be added."""
-TOGETHER = {"task.values": [("model.vocab", 65)], "task.length": [("model.positions", 65)]}
+TOGETHER = {
+    "task.values": [("model.vocab", 65)],
+    "task.length": [("model.positions", 65)],
+    "optim.decay": [("train.max_seconds", 5.0)],
+}
 FIXED_BY_THE_TASK = {"model.vocab", "model.input_dim", "model.outputs"}
 
 
 @pytest.mark.parametrize("path", [p for p, _ in leaves(run_to_json(RUNS["defaults"])) if p not in FIXED_BY_THE_TASK])
-def test_hash_changes_with_everything_but_steps(path: str) -> None:
+def test_hash_changes_with_everything_but_steps_and_time(path: str) -> None:
     run = RUNS["defaults"]
     value = OTHER_VALUES[path] if path in OTHER_VALUES else dict(leaves(run_to_json(run)))[path] + 1
     data = changed(run, path, value)
@@ -290,7 +296,7 @@ def test_hash_changes_with_everything_but_steps(path: str) -> None:
         data[part][name] = needed
     other_run = run_from_json(data)
     assert other_run != run
-    assert (config_hash(other_run) == config_hash(run)) == (path == "steps")
+    assert (config_hash(other_run) == config_hash(run)) == (path in ("steps", "train.max_seconds"))
 
 
 def test_hash_is_ten_characters_and_the_same_everywhere() -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from entp.config import Run
 from entp.errors import one_of
 from entp.experiments import RECIPES
+from entp.experiments.paper_curves import Curve
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,35 @@ class Recipe:
     """Label to metric to the paper's value."""
     shrink: Callable[[Run], Run]
     """A run small enough for a few CPU seconds, of the same kind."""
+    seeds: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Label to the seeds it is run with, where that is not its own seed alone."""
+    curves: dict[str, dict[str, Curve]] = field(default_factory=dict)
+    """Label to metric to the authors' curve, drawn in grey."""
+    fresh: int = 10_000
+    """Sequences on which the best weights of a finished run are tested, none of which it has seen."""
+    alone: int = 0
+    """Sequences that it then continues by itself."""
+    picture: Callable[[dict[str, Any], Path], None] | None = None
+    """Draws the results in its own way, besides the curves."""
+    few: tuple[str, ...] = ()
+    """Arms of the tiny version, where all of them would be too many."""
     missing: dict[str, str] = field(default_factory=dict)
     """Parts of the figure that are not run here, and why."""
 
+    def arms(self, only: str | None = None) -> list[tuple[str, Run]]:
+        """Every run with its label: one for each seed."""
+        return [
+            (label, replace(run, seed=seed))
+            for label, run in self.runs.items()
+            for seed in self.seeds.get(label, (run.seed,))
+            if only in (None, label)
+        ]
+
     def tiny(self) -> Recipe:
         """The same recipe for a CPU minute: it shows that everything works, not the result."""
-        runs = {label: self.shrink(run) for label, run in self.runs.items()}
-        return replace(self, name=f"{self.name}-tiny", runs=runs, title=f"{self.title}, tiny runs")
+        runs = {label: self.shrink(run) for label, run in self.runs.items() if label in (self.few or self.runs)}
+        small = {"fresh": min(self.fresh, 64), "alone": min(self.alone, 32), "curves": {}}
+        return replace(self, name=f"{self.name}-tiny", runs=runs, title=f"{self.title}, tiny runs", **small)  # type: ignore[arg-type]
 
 
 def find_recipe(name: str) -> Recipe:

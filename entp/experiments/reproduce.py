@@ -1,9 +1,9 @@
-"""Carry a recipe out: train what is missing, then the table paper | ours, results.json and the picture.
+"""Carry a recipe out: train what is missing, test it on fresh sequences, then the table paper | ours and the pictures.
 
 runs/count3/
-  ENTP-medium-3f2a91c0de/     one run folder per arm
-  results.json                value, paper's value, n, steps, seconds, seed, device, versions, commit, date
-  curves.png
+  ENTP-medium-3f2a91c0de/     one run folder per arm and seed; final.json: its best weights on fresh sequences
+  results.json                per arm and seed: values with intervals, the paper's, curve, steps, seconds, device, commit, date
+  curves.png                  loss and accuracy against steps, the authors' curves in grey
 """
 
 from __future__ import annotations
@@ -11,101 +11,230 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import signal
 import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from entp.config import Run, config_hash
-from entp.errors import one_of
-from entp.experiments.recipe import Recipe
+from entp.errors import InputError, one_of
+from entp.experiments.pictures import draw_curves
+from entp.experiments.recipe import Recipe, find_recipe
+from entp.intervals import wilson
 from entp.table import format_table
-from entp.training.checkpoint import write_file
+from entp.training.checkpoint import find, load, write_file
 from entp.training.metrics import read_metrics
 from entp.training.trainer import train
 
+POINTS = 160
+"""Evaluations of a run that results.json keeps at most, evenly spread."""
+FINAL = "final.json"
 
-def run_folder(recipe: Recipe, label: str, runs: Path) -> Path:
-    """Where an arm of a recipe is trained."""
+
+def run_folder(recipe: Recipe, label: str, run: Run, runs: Path) -> Path:
+    """Where a run of a recipe is trained."""
     plain = re.sub(r"[^A-Za-z0-9]+", "-", label)
-    return runs / recipe.name / f"{plain}-{config_hash(recipe.runs[label])}"
+    return runs / recipe.name / f"{plain}-{config_hash(run)}"
 
 
-def reproduce(recipe: Recipe, runs: Path, *, device: str = "auto", only: str | None = None) -> dict[str, Any]:
+def reproduce(recipe: Recipe, runs: Path, *, device: str = "auto", only: str | None = None, jobs: int = 1) -> dict[str, Any]:
     """Train the arms that are not finished (all, or `only` one), and write what came out. Returns the results."""
     if only is not None and only not in recipe.runs:
         raise one_of("arm", only, recipe.runs)
-    stopped = None
-    for label, run in recipe.runs.items():
-        if only in (None, label) and not stopped:
-            folder = run_folder(recipe, label, runs)
-            result = train(run, folder, device=device, resume=(folder / "config.json").exists())
-            stopped = result.stopped_by
-    results = collect(recipe, runs)
+    if jobs < 1:
+        raise InputError(f"--jobs is {jobs}: it must be at least 1.")
     folder = runs / recipe.name
+    folder.mkdir(parents=True, exist_ok=True)
+    arms = recipe.arms(only)
+    stopped = _side_by_side(recipe, arms, runs, device, jobs) if jobs > 1 else _one_by_one(recipe, arms, runs, device)
+    results = collect(recipe, runs)
     write_file(folder / "results.json", json.dumps(results, indent=1).encode())
-    draw_curves(recipe, runs, folder / "curves.png")
+    draw_curves(recipe, results, folder / "curves.png")
+    if recipe.picture is not None:
+        recipe.picture(results, folder / f"{recipe.name}.png")
     return {**results, "stopped_by": stopped}
+
+
+def _one_by_one(recipe: Recipe, arms: list[tuple[str, Run]], runs: Path, device: str) -> int | None:
+    for number, (label, run) in enumerate(arms, 1):
+        print(f"[{number}/{len(arms)}] {label}, seed {run.seed}", file=sys.stderr, flush=True)
+        stopped = carry_out(recipe, label, run, runs, device)
+        if stopped:
+            return stopped
+    return None
+
+
+def _side_by_side(recipe: Recipe, arms: list[tuple[str, Run]], runs: Path, device: str, jobs: int) -> int | None:
+    """Several at once, each in a process of its own. A signal stops all; those that train save what they have."""
+    stopped: int | None = None
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_wait_quietly)
+    try:
+        waiting = {pool.submit(_in_process, recipe.name, label, run.seed, runs, device): (label, run) for label, run in arms}
+        for done, future in enumerate(as_completed(waiting), 1):
+            label, run = waiting[future]
+            stopped = future.result()
+            state = "stopped" if stopped else "done"
+            print(f"[{done}/{len(arms)}] {label}, seed {run.seed}: {state}", file=sys.stderr, flush=True)
+            if stopped:
+                break
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return stopped
+
+
+def _wait_quietly() -> None:
+    """A process that waits for work does not die of Ctrl-C; one that trains sees it all the same."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _in_process(name: str, label: str, seed: int, runs: Path, device: str) -> int | None:
+    """The arm of a recipe that this process looks up by its name: recipes hold functions, which do not travel."""
+    recipe = find_recipe(name.removesuffix("-tiny"))
+    recipe = recipe.tiny() if name.endswith("-tiny") else recipe
+    run = next(run for other, run in recipe.arms(label) if run.seed == seed)
+    return carry_out(recipe, label, run, runs, device, quiet=True)
+
+
+def carry_out(recipe: Recipe, label: str, run: Run, runs: Path, device: str, quiet: bool = False) -> int | None:
+    """Train one run, or what is left of it, and test its best weights. Returns the signal that stopped it, if one did."""
+    folder = run_folder(recipe, label, run, runs)
+    result = train(run, folder, device=device, resume=(folder / "config.json").exists(), quiet=quiet)
+    if not result.stopped_by:
+        measure_best(recipe, run, folder, device)
+    return result.stopped_by
+
+
+def measure_best(recipe: Recipe, run: Run, folder: Path, device: str) -> None:
+    """final.json: the best weights of a run on fresh sequences, unless it is there for these weights already."""
+    from entp.training.distributed import World, pick_device
+    from entp.training.evaluation import accuracy_by_length, evaluate, generated_right
+
+    best, path = find(folder), folder / FINAL
+    if path.is_file() and json.loads(path.read_text()).get("weights") == best.name:
+        return
+    where = pick_device(device, World())
+    model = load(folder, device=where)
+    # Seeds of data end at 2^32: counting back from there meets no run's.
+    which: Any = {"split": "test", "seed": 2**32 - 1 - run.seed, "device": where}
+    batches = -(-recipe.fresh // run.batch)
+    found: dict[str, Any] = {"weights": best.name, **evaluate(model, run, batches=batches, **which)}
+    if run.task.loss == "cross_entropy":
+        found["by_length"] = accuracy_by_length(model, run, batches=-(-min(recipe.fresh, 2048) // run.batch), **which)
+    if recipe.alone:
+        right, tried = generated_right(model, run, batches=-(-recipe.alone // run.batch), **which)
+        found["generated"] = {"right": right, "n": tried}
+    write_file(path, (json.dumps(found) + "\n").encode())
 
 
 def collect(recipe: Recipe, runs: Path) -> dict[str, Any]:
     """What the run folders hold, beside the paper's values; an arm without an evaluation is `not run`."""
-    arms = {label: _arm(recipe, label, run, run_folder(recipe, label, runs)) for label, run in recipe.runs.items()}
+    arms = {label: _arm(recipe, label, runs) for label in recipe.runs}
     missing = {label: {"status": "not run", "why": why} for label, why in recipe.missing.items()}
     return {"recipe": recipe.name, "title": recipe.title, "question": recipe.question, "arms": {**arms, **missing}}
 
 
-def _arm(recipe: Recipe, label: str, run: Run, folder: Path) -> dict[str, Any]:
+def _arm(recipe: Recipe, label: str, runs: Path) -> dict[str, Any]:
+    """An arm over its seeds: means of the best evaluations, fresh sequences added up."""
     paper = {m: dataclasses.asdict(v) for m, v in recipe.paper.get(label, {}).items()}
-    evaluations = [row for row in read_metrics(folder) if row["kind"] == "eval"]
-    if not evaluations:
+    found = [_one_run(recipe, label, run, runs) for _, run in recipe.arms(label)]
+    ran = [one for one in found if one is not None]
+    if not ran:
         return {"status": "not run", "paper": paper}
-    best = {m: (min if m == "loss" else max)(row[m] for row in evaluations) for m in recipe.metrics}
-    train_rows = [row for row in read_metrics(folder) if row["kind"] == "train"]
-    step = train_rows[-1]["step"]
+    states = {one["status"] for one in ran} | ({"not run"} if len(ran) < len(found) else set())
+    status = states.pop() if len(states) == 1 else ", ".join(one["status"] if one else "not run" for one in found)
     return {
-        "status": "done" if step >= run.steps else f"{step} of {run.steps} steps",
-        "ours": best,
+        "status": status,
+        "ours": {m: sum(one["best"][m] for one in ran) / len(ran) for m in recipe.metrics},
         "paper": paper,
+        "fresh": _fresh([one["final"] for one in ran if "final" in one]),
+        "n": ran[0]["n"],
+        "steps": ran[0]["steps"],
+        "seconds": sum(one["seconds"] for one in ran) / len(ran),
+        "seeds": [one["seed"] for one in ran],
+        "runs": ran,
+    }
+
+
+def _one_run(recipe: Recipe, label: str, run: Run, runs: Path) -> dict[str, Any] | None:
+    """One seed of an arm; None before its first evaluation."""
+    folder = run_folder(recipe, label, run, runs)
+    rows = read_metrics(folder)
+    evaluations = [row for row in rows if row["kind"] == "eval"]
+    steps = [row for row in rows if row["kind"] == "train"]
+    if not evaluations or not steps:
+        return None
+    limit, last = run.train.max_seconds, steps[-1]
+    finished = last["step"] >= run.steps or (limit is not None and last["seconds"] >= limit)
+    finished = finished or _target_reached(run, evaluations)
+    final = folder / FINAL
+    return {
+        "seed": run.seed,
+        "status": "done" if finished else f"{last['step']} of {run.steps} steps",
+        "best": {m: (min if m == "loss" else max)(row[m] for row in evaluations) for m in recipe.metrics},
+        **({"final": json.loads(final.read_text())} if final.is_file() else {}),
         "n": evaluations[-1]["n"],
-        "steps": step,
-        "seconds": train_rows[-1]["seconds"],
-        "seeds": [run.seed],
+        "steps": last["step"],
+        "seconds": last["seconds"],
+        "curve": _curve(evaluations, steps, recipe.metrics),
         "config": config_hash(run),
         "environment": json.loads((folder / "environment.json").read_text()),
     }
 
 
+def _target_reached(run: Run, evaluations: list[dict[str, Any]]) -> bool:
+    goal, target = run.goal, run.train.target
+    if target is None:
+        return False
+    return any(row[goal] <= target if goal == "loss" else row[goal] >= target for row in evaluations)
+
+
+def _curve(evaluations: list[dict[str, Any]], steps: list[dict[str, Any]], metrics: tuple[str, ...]) -> list[dict[str, float]]:
+    """Step, seconds and metrics of evaluations, at most POINTS of them, the last one included."""
+    seconds = {row["step"]: row["seconds"] for row in steps}
+    stride = -(-len(evaluations) // POINTS)
+    kept = evaluations[::-1][::stride][::-1]
+    return [{"step": r["step"], "seconds": seconds.get(r["step"], 0.0), **{m: r[m] for m in metrics}} for r in kept]
+
+
+def _fresh(finals: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Fresh sequences of all seeds together, with 95 % intervals; None where nothing was tested."""
+    if not finals:
+        return None
+    n = sum(one["n"] for one in finals)
+    mean = {m: sum(one[m] * one["n"] for one in finals) / n for m in finals[0] if isinstance(finals[0][m], float)}
+    found: dict[str, Any] = {"n": n, **mean}
+    if "sequence_accuracy" in mean:
+        found["sequence_accuracy_interval"] = wilson(round(mean["sequence_accuracy"] * n), n)
+    told = [one["generated"] for one in finals if "generated" in one]
+    if told:
+        right, tried = sum(t["right"] for t in told), sum(t["n"] for t in told)
+        found["generated"] = {"right": right, "n": tried, "interval": wilson(right, tried)}
+    return found
+
+
 def results_table(results: dict[str, Any], metrics: tuple[str, ...]) -> str:
-    """The table paper | ours; a dash where the paper gives no number."""
+    """The table paper | ours; a dash where the paper gives no number, or nothing was measured."""
     rows = []
     for label, arm in results["arms"].items():
         row = [label, arm["status"]]
         for metric in metrics:
             paper = arm.get("paper", {}).get(metric)
             row += [f"{paper['value']:.4g}" if paper else "-", f"{arm['ours'][metric]:.4g}" if "ours" in arm else "-"]
-        rows.append([*row, str(arm.get("n", "-")), f"{arm['seconds']:.0f}" if "seconds" in arm else "-"])
-    head = ["", "status", *(f"{m} {who}" for m in metrics for who in ("paper", "ours")), "n", "seconds"]
-    return format_table(head, rows)
+        seeds = str(len(arm["seeds"])) if "seeds" in arm else "-"
+        rows.append([*row, *_fresh_cells(arm.get("fresh")), seeds, f"{arm['seconds']:.0f}" if "seconds" in arm else "-"])
+    head = ["", "status", *(f"{m} {who}" for m in metrics for who in ("paper", "ours"))]
+    return format_table([*head, "fresh sequences right", "continued right", "seeds", "seconds"], rows)
 
 
-def draw_curves(recipe: Recipe, runs: Path, path: Path) -> None:
-    """Validation loss and the recipe's first metric against steps, one line per arm, the paper's values dashed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no picture: pip install 'entp[plot]' to draw one.", file=sys.stderr)
-        return
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    panels = figure.subplots(1, 2)
-    for label in recipe.runs:
-        rows = [row for row in read_metrics(run_folder(recipe, label, runs)) if row["kind"] == "eval"]
-        for panel, metric in zip(panels, ("loss", recipe.metrics[0]), strict=True):
-            (line,) = panel.plot([r["step"] for r in rows], [r[metric] for r in rows], label=label, marker=".")
-            known = recipe.paper.get(label, {}).get(metric)
-            if known:
-                panel.axhline(known.value, color=line.get_color(), linestyle="--", linewidth=1, alpha=0.6)
-    for panel, metric in zip(panels, ("loss", recipe.metrics[0]), strict=True):
-        panel.set(xlabel="optimizer steps", ylabel=f"validation {metric.replace('_', ' ')}")
-    panels[0].legend(fontsize=8)
-    figure.suptitle(f"{recipe.title} (dashed: the paper's value)", fontsize=10)
-    figure.savefig(path, dpi=120)
+def _fresh_cells(fresh: dict[str, Any] | None) -> list[str]:
+    """Shares of right sequences with their intervals, read and written by the model itself."""
+    cells = ["-", "-"]
+    if fresh and "sequence_accuracy_interval" in fresh:
+        low, high = fresh["sequence_accuracy_interval"]
+        cells[0] = f"{fresh['sequence_accuracy']:.4f} ({low:.4f}..{high:.4f}, n {fresh['n']})"
+    if fresh and "generated" in fresh:
+        low, high = fresh["generated"]["interval"]
+        cells[1] = f"{fresh['generated']['right']} of {fresh['generated']['n']} ({low:.4f}..{high:.4f})"
+    return cells

@@ -73,6 +73,68 @@ def evaluate(
     return {**values, "n": int(sequences)}
 
 
+@torch.no_grad()
+def accuracy_by_length(
+    model: Transformer,
+    run: Run,
+    *,
+    split: Split = "test",
+    batches: int = 16,
+    seed: int | None = None,
+    device: str | torch.device = "cpu",
+) -> dict[int, float]:
+    """The share of right targets after each number of tokens that one is asked for."""
+    time = run.task.model_needs()["positions"]
+    right, asked = torch.zeros(time + 1), torch.zeros(time + 1)
+    for step in range(batches):
+        batch = run.task.batch(run.seed if seed is None else seed, split, step, run.batch)
+        at = torch.from_numpy(batch.y != IGNORE)
+        x = torch.from_numpy(batch.x).to(device)
+        lengths = None if batch.lengths is None else torch.from_numpy(batch.lengths).to(device)
+        guess = forward(model, run, x, at, lengths).argmax(-1).cpu()
+        read = at.nonzero()[:, 1] + 1
+        right.index_add_(0, read, (guess == torch.from_numpy(batch.y)[at]).float())
+        asked.index_add_(0, read, torch.ones(len(read)))
+    return {n: float(right[n] / asked[n]) for n in range(time + 1) if asked[n]}
+
+
+def generated_right(
+    model: Transformer,
+    run: Run,
+    *,
+    split: Split = "test",
+    batches: int = 16,
+    seed: int | None = None,
+    device: str | torch.device = "cpu",
+) -> tuple[int, int]:
+    """How many sequences the model continues without any error, reading what it wrote itself; and how many were tried."""
+    from entp.engine.generate import generate
+
+    right = tried = 0
+    for step in range(batches):
+        batch = run.task.batch(run.seed if seed is None else seed, split, step, run.batch)
+        first = _first_target(run.task, batch)
+        prompts = torch.from_numpy(batch.x[:, : first + 1]).to(device)
+        want = torch.from_numpy(batch.y[:, first:])
+        with rounding(run, torch.device(device)):
+            got = generate(model, prompts, want.shape[1], run.mode)[:, first + 1 :].cpu()
+        right += int(((got == want) | (want == IGNORE)).all(1).sum())
+        tried += len(want)
+    return right, tried
+
+
+def _first_target(task: Task, batch: Batch) -> int:
+    """The position of the first target, from where the model is to go on alone."""
+    asked = batch.y != IGNORE
+    first = asked.argmax(1)
+    follows = (batch.y[:, :-1] == batch.x[:, 1:]) | ~asked[:, :-1]
+    if task.loss != "cross_entropy" or (first != first[0]).any() or not follows.all():
+        raise InputError(
+            f"{task.name} has nothing to continue: its targets are not the tokens that follow, or do not begin together."
+        )
+    return int(first[0])
+
+
 def _batch_totals(model: Transformer, run: Run, batch: Batch, device: torch.device) -> Tensor:
     """Summed loss, right targets, targets, wholly right sequences, sequences."""
     at = torch.from_numpy(batch.y != IGNORE)

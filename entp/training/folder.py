@@ -14,7 +14,7 @@ from entp.training import checkpoint
 from entp.training.distributed import World
 from entp.training.metrics import environment
 
-FREE_TO_CHANGE = ("steps", "train.checkpoint_every", "train.log_every", "train.mirror", "train.target")
+FREE_TO_CHANGE = ("steps", "train.checkpoint_every", "train.log_every", "train.mirror", "train.target", "train.max_seconds")
 """What may differ when a run is resumed: none of it changes what a step computes."""
 
 

@@ -15,11 +15,15 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of Muon's quintic iteration, as in torch.optim.Muon."""
 
 
-def learning_rate(config: OptimConfig, step: int) -> float:
-    """The rate of step 0, 1, ...: linear warm-up, cosine to min_lr at decay_steps, then min_lr."""
+def learning_rate(config: OptimConfig, step: int, spent: float = 0.0) -> float:
+    """The rate of step 0, 1, ...: linear warm-up, cosine to min_lr at decay_steps, then min_lr.
+
+    spent: the fraction of train.max_seconds that is over, which the cosine follows if config.decay is "seconds".
+    """
     if step < config.warmup:
         return config.max_lr * (step + 1) / config.warmup
-    done = min(1.0, (step - config.warmup) / (config.decay_steps - config.warmup))
+    steps = (step - config.warmup) / (config.decay_steps - config.warmup)
+    done = min(1.0, spent if config.decay == "seconds" else steps)
     return config.min_lr + 0.5 * (config.max_lr - config.min_lr) * (1 + math.cos(math.pi * done))
 
 

@@ -7,6 +7,7 @@ is recorded when the same shapes and the same prefixes have come a few times, an
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,11 @@ class State:
         self.step, self.seconds, self.best = saved["step"], saved["seconds"], saved["best"]
 
 
+def rate_of(run: Run, state: State) -> float:
+    """The learning rate of the step that comes next."""
+    return learning_rate(run.optim, state.step, state.seconds / (run.train.max_seconds or math.inf))
+
+
 class Inputs(NamedTuple):
     """A batch on the device, and how its prefixes are split."""
 
@@ -79,7 +85,7 @@ def train_step(
 
     In mode entp the prefixes are split by the token budget; the gradients of the parts add up to the same gradient.
     """
-    set_learning_rate(state.optimizers, learning_rate(run.optim, state.step))
+    set_learning_rate(state.optimizers, rate_of(run, state))
     return _update(run, state, _inputs(run, state.model, batch, device, world), world, stop)
 
 
@@ -146,7 +152,7 @@ class Stepper:
         """As train_step. On CUDA the loss and norm returned are overwritten by the next step."""
         if self.stream is None or not self._can_record(batch):
             return train_step(self.run, self.state, batch, self.device, self.world, stop)
-        set_learning_rate(self.state.optimizers, learning_rate(self.run.optim, self.state.step))
+        set_learning_rate(self.state.optimizers, rate_of(self.run, self.state))
         key = hashlib.blake2b(repr(batch.x.shape).encode() + (batch.y != IGNORE).tobytes()).digest()
         if key not in self.graphs:
             if len(self.seen) >= MOST_SEEN:

@@ -28,8 +28,8 @@ from entp.training.distributed import World, join
 from entp.training.evaluation import evaluate
 from entp.training.folder import check_folder, prepare_folder
 from entp.training.metrics import MetricsFile, Progress, read_metrics
-from entp.training.optim import learning_rate, make_optimizers
-from entp.training.step import State, Stepper
+from entp.training.optim import make_optimizers
+from entp.training.step import State, Stepper, rate_of
 from entp.training.watch import LossWatch, StopSignals
 
 
@@ -52,6 +52,8 @@ def train(run: Run, out: str | Path, *, device: str = "auto", resume: bool = Fal
     with join(device) as (world, where):
         if run.batch < world.size:
             raise InputError(f"batch {run.batch} is smaller than the {world.size} processes: raise --batch.")
+        if run.optim.decay == "seconds" and world.size > 1:
+            raise InputError("optim.decay seconds is for one process: several clocks would give several rates. Use steps.")
         check_folder(run, out, resume)
         world.barrier()  # nobody creates the folder before all have looked at it
         try:
@@ -106,16 +108,21 @@ class Loop:
         self.step = Stepper(run, state, device, world)
         self.watch = LossWatch(run, device)
         self.values = _last_evaluation(out, state.step)
+        self.rate = 0.0
 
     def go(self) -> Result:
         run, state, every = self.run, self.state, self.run.train
-        reason, mark = "all steps done", time.perf_counter()
-        for batch in _batches(run, state.step):
-            loss, norm, stop = self.step(batch, self.signals.caught is not None)
+        reason, mark = "", time.perf_counter()
+        late = self.late(state.seconds)
+        for batch in () if late else _batches(run, state.step):
+            late = self.late(state.seconds + time.perf_counter() - mark)
+            alone = self.world.size == 1  # several processes have to stop together: whoever is late tells the others
+            self.rate = rate_of(run, state)
+            loss, norm, stop = self.step(batch, self.signals.caught is not None or (late and not alone))
             self.watch.note(loss, state.step)
             state.step += 1
-            stop = stop or (self.world.size == 1 and self.signals.caught is not None)
-            last = state.step == run.steps
+            stop = stop or (alone and self.signals.caught is not None)
+            last = state.step == run.steps or (late and alone)
             self.progress.step(state.step)
             if state.step % every.log_every == 0 or last or stop:
                 self.watch.check()
@@ -125,16 +132,23 @@ class Loop:
                 last, reason = True, f"{run.goal} reached {every.target:g}"
             if state.step % every.checkpoint_every == 0 or last or stop:
                 self.save()
-            if stop:
+            if stop and (self.signals.caught is not None or not late):
                 reason = f"stopped by {self.signals.name()} and saved; continue with --resume"
             if last or stop:
                 break
+        over = f"{every.max_seconds:g} seconds are over" if late and state.step < run.steps else "all steps done"
+        reason = reason or over
         return Result(self.out, state.step, state.seconds, reason, self.values, state.best, self.signals.caught)
+
+    def late(self, seconds: float) -> bool:
+        """Whether the run has had its time."""
+        limit = self.run.train.max_seconds
+        return limit is not None and seconds >= limit
 
     def log(self, norm: Tensor) -> None:
         """One line of training metrics."""
         step = self.state.step
-        line = {"loss": self.watch.mean(), "lr": learning_rate(self.run.optim, step - 1), "grad_norm": float(norm)}
+        line = {"loss": self.watch.mean(), "lr": self.rate, "grad_norm": float(norm)}
         self.progress.step(step, line)
         if self.metrics:
             self.metrics.write("train", step, {**line, "seconds": round(self.state.seconds, 3)})

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from small_runs import entp
 
 from entp.experiments import RECIPES
+from entp.experiments.count3 import PAPER_ARMS
+from entp.experiments.paper_curves import COUNT3
 from entp.experiments.recipe import find_recipe
 from entp.experiments.reproduce import collect, reproduce, results_table, run_folder
+from entp.training.checkpoint import load
+from entp.training.evaluation import evaluate
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -27,8 +32,8 @@ def test_recipes_are_complete(name: str) -> None:
 
 def test_count3_has_the_papers_settings() -> None:
     recipe = find_recipe("count3")
-    assert list(recipe.runs) == ["ENTP medium", "decoder small", "decoder medium", "decoder large", "prefix decoder medium"]
-    for run in recipe.runs.values():
+    assert list(PAPER_ARMS) == ["ENTP medium", "decoder small", "decoder medium", "decoder large", "prefix decoder medium"]
+    for run in (recipe.runs[label] for label in PAPER_ARMS):
         assert (run.steps, run.batch, run.optim.max_lr, run.optim.min_lr, run.optim.warmup) == (150_000, 64, 5e-4, 5e-5, 500)
         assert (run.task.model_needs()["positions"], run.task.prefix) == (64, 16)
 
@@ -52,24 +57,102 @@ def test_tiny_runs_and_continues(name: str, tmp_path: Path) -> None:
     done = {label: arm for label, arm in results["arms"].items() if arm["status"] == "done"}
     assert list(done) == list(recipe.runs)
     for arm in done.values():
-        assert {"ours", "paper", "n", "seconds", "seeds", "config", "environment", "steps"} <= arm.keys()
-        assert {"torch", "commit", "date", "device"} <= arm["environment"].keys()
+        assert {"ours", "paper", "fresh", "n", "seconds", "seeds", "steps", "runs"} <= arm.keys()
+        for run in arm["runs"]:
+            assert {"seed", "best", "final", "curve", "config", "environment", "seconds"} <= run.keys()
+            assert {"torch", "commit", "date", "device"} <= run["environment"].keys()
+            assert run["final"]["n"] >= recipe.fresh
     assert (folder / "curves.png").stat().st_size > 10_000
     assert "sequence_accuracy paper" in first.stdout
     kept = {p: p.stat().st_mtime_ns for p in folder.glob("*/checkpoints/*/model.safetensors")}
     again = entp("reproduce", name, "--tiny", "--device=cpu", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert {p: p.stat().st_mtime_ns for p in folder.glob("*/checkpoints/*/model.safetensors")} == kept
-    assert "step" not in again.stderr  # nothing was trained again
+    assert "step " not in again.stderr  # nothing was trained again
 
 
 def test_an_unfinished_arm_goes_on(tmp_path: Path) -> None:
     from dataclasses import replace
 
     recipe = find_recipe("count3").tiny()
-    label = "decoder small"
+    label = "prefix decoder medium"
     short = replace(recipe, runs={label: replace(recipe.runs[label], steps=20)})
     assert reproduce(short, tmp_path, device="cpu")["arms"][label]["status"] == "done"
-    assert run_folder(short, label, tmp_path) == run_folder(recipe, label, tmp_path)
+    assert run_folder(short, label, short.runs[label], tmp_path) == run_folder(recipe, label, recipe.runs[label], tmp_path)
     assert collect(recipe, tmp_path)["arms"][label]["status"] == "20 of 60 steps"
     assert reproduce(recipe, tmp_path, device="cpu", only=label)["arms"][label]["steps"] == 60
+
+
+def test_arms_side_by_side_are_the_arms_one_by_one(tmp_path: Path) -> None:
+    """The same weights in processes of their own; the picture by depth is drawn from them."""
+    one = entp("reproduce", "count3-depth", "--tiny", "--device=cpu", "--out=one", cwd=tmp_path)
+    two = entp("reproduce", "count3-depth", "--tiny", "--device=cpu", "--out=two", "--jobs=2", cwd=tmp_path)
+    assert (one.returncode, two.returncode) == (0, 0), one.stderr + two.stderr
+    assert len(re.findall(r"\[\d/3\] .*: done", two.stderr)) == 3
+    found = [
+        json.loads((tmp_path / name / "count3-depth-tiny" / "results.json").read_text())["arms"] for name in ("one", "two")
+    ]
+    for label in find_recipe("count3-depth").tiny().runs:
+        first, second = (arms[label]["runs"][0] for arms in found)
+        assert first["final"] == second["final"]
+        assert [r["loss"] for r in first["curve"]] == [r["loss"] for r in second["curve"]]
+    assert (tmp_path / "one/count3-depth-tiny/count3-depth-tiny.png").stat().st_size > 10_000
+
+
+def test_several_seeds_and_what_they_did_on_fresh_sequences(tmp_path: Path) -> None:
+    recipe = find_recipe("count3").tiny()
+    label = "ENTP medium, fast"
+    arm = reproduce(recipe, tmp_path, device="cpu", only=label)["arms"][label]
+    assert arm["seeds"] == [0, 1, 2]
+    finals = [run["final"] for run in arm["runs"]]
+    assert len({final["loss"] for final in finals}) == 3
+    assert arm["fresh"]["n"] == sum(final["n"] for final in finals) == 192
+    assert arm["fresh"]["token_accuracy"] == pytest.approx(sum(final["token_accuracy"] for final in finals) / 3)
+    low, high = arm["fresh"]["sequence_accuracy_interval"]
+    assert low <= arm["fresh"]["sequence_accuracy"] <= high
+    assert arm["fresh"]["generated"]["n"] == 96
+    assert list(finals[0]["by_length"]) == [str(n) for n in range(6, 12)]
+    run = recipe.arms(label)[0][1]
+    folder = run_folder(recipe, label, run, tmp_path)
+    model, seed = load(folder), 2**32 - 1
+    assert evaluate(model, run, split="test", seed=seed, batches=2)["loss"] == finals[0]["loss"]
+
+
+def test_fresh_sequences_are_measured_again_only_for_new_weights(tmp_path: Path) -> None:
+    recipe = find_recipe("count3").tiny()
+    label = "ENTP medium"
+    folder = run_folder(recipe, label, recipe.runs[label], tmp_path)
+    reproduce(recipe, tmp_path, device="cpu", only=label)
+    before = (folder / "final.json").stat().st_mtime_ns
+    reproduce(recipe, tmp_path, device="cpu", only=label)
+    assert (folder / "final.json").stat().st_mtime_ns == before
+    (folder / "final.json").write_text('{"weights": "best-00000001", "n": 1}')
+    reproduce(recipe, tmp_path, device="cpu", only=label)
+    assert json.loads((folder / "final.json").read_text())["n"] == 64
+
+
+def test_the_authors_curves_are_thinned_and_end_where_theirs_do() -> None:
+    for curves in COUNT3.values():
+        assert set(curves) == {"loss", "token_accuracy", "sequence_accuracy"}
+        for curve in curves.values():
+            steps = [step for step, _ in curve]
+            assert steps == sorted(set(steps))
+            assert steps[-1] == 150_000
+    assert max(value for _, value in COUNT3["ENTP medium"]["sequence_accuracy"]) > 0.98
+
+
+def test_fast_arms_differ_from_the_papers_in_optimizer_and_schedule_only() -> None:
+    runs = find_recipe("count3").runs
+    for label in ("ENTP medium", "decoder medium", "prefix decoder medium"):
+        slow, fast = runs[label], runs[f"{label}, fast"]
+        assert (fast.task, fast.model, fast.mode, fast.batch) == (slow.task, slow.model, slow.mode, slow.batch)
+    assert runs["decoder medium, fast"].optim == runs["prefix decoder medium, fast"].optim
+    rates = {runs[f"{label}, fast"].optim.max_lr for label in ("ENTP medium", "decoder medium")}
+    assert len(rates) == 1
+
+
+def test_depth_asks_for_all_lengths_and_depths() -> None:
+    runs = find_recipe("count3-depth").runs
+    assert len(runs) == 5 * 8
+    assert {run.train.max_seconds for run in runs.values()} == {60.0}
+    assert {(run.model.width, run.optim.decay) for run in runs.values()} == {(192, "seconds")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,11 +15,13 @@ import torch
 from small_runs import TASK, small_run
 
 import entp
-from entp.config import model_for
+from entp.config import Run, model_for
 from entp.errors import InputError, TrainingStopped
+from entp.model import Transformer
 from entp.tasks.base import IGNORE, Batch, Split, Task
+from entp.tasks.counting import Match3
 from entp.training.distributed import World
-from entp.training.evaluation import evaluate
+from entp.training.evaluation import accuracy_by_length, evaluate, generated_right
 from entp.training.metrics import read_metrics
 from entp.training.optim import make_optimizers
 from entp.training.step import State, train_step
@@ -146,6 +148,67 @@ class Rotten(Task):
         x = self.rng(seed, split, step).standard_normal((size, 4, 2), dtype=np.float32)
         bad = split == "train" and step >= 7
         return Batch(x * np.float32(np.nan) if bad else x, x.sum(axis=(2,)))
+
+
+def test_training_stops_when_its_time_is_over_and_goes_on_with_more(tmp_path: Path) -> None:
+    run = small_run(steps=10**6, train={"max_seconds": 1.0, "eval_every": 10**5})
+    result = entp.train(run, tmp_path / "run", device="cpu", quiet=True)
+    assert result.reason == "1 seconds are over"
+    assert 1 <= result.seconds < 5
+    assert 1 < result.step < 10**6
+    assert result.metrics["n"] == 16  # measured at the end, as any run
+    again = entp.train(run, tmp_path / "run", device="cpu", quiet=True, resume=True)
+    assert (again.step, again.reason) == (result.step, "1 seconds are over")  # nothing left to do
+    longer = replace(run, train=replace(run.train, max_seconds=1.5))
+    more = entp.train(longer, tmp_path / "run", device="cpu", quiet=True, resume=True)
+    assert more.step > result.step
+    assert 1.5 <= more.seconds < 5
+
+
+def test_a_rate_that_follows_the_clock(tmp_path: Path) -> None:
+    run = small_run(steps=10**6, optim={"decay": "seconds", "warmup": 3}, train={"max_seconds": 1.5, "log_every": 1})
+    entp.train(run, tmp_path / "run", device="cpu", quiet=True)
+    rows = [row for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
+    rates = [row["lr"] for row in rows][3:]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] > 0.9 * run.optim.max_lr
+    assert rates[-1] < run.optim.min_lr + 0.05 * run.optim.max_lr
+    half = next(row for row in rows if row["seconds"] > 0.75)
+    assert half["lr"] == pytest.approx((run.optim.max_lr + run.optim.min_lr) / 2, rel=0.2)
+
+
+def test_accuracy_by_length_adds_up_to_token_accuracy(tmp_path: Path) -> None:
+    run = small_run(steps=40, optim={"max_lr": 1e-2})
+    entp.train(run, tmp_path / "run", device="cpu", quiet=True)
+    model = entp.load(tmp_path / "run")
+    found = accuracy_by_length(model, run, batches=3)
+    assert list(found) == list(range(4, 10))  # targets after 4 to 9 integers
+    assert sum(found.values()) / len(found) == pytest.approx(evaluate(model, run, split="test", batches=3)["token_accuracy"])
+
+
+@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix"])
+def test_generated_right_is_what_generation_gives(mode: str, tmp_path: Path) -> None:
+    """A task that the weights solve, and one that they do not; token by token through generate."""
+    run = small_run(mode=mode)
+    torch.manual_seed(0)
+    model = Transformer(run.model)
+    right, tried = generated_right(model, run, batches=2)
+    assert (right, tried) == (0, 16)
+    with torch.no_grad():  # always answers 0: right where every rule-made integer is 0
+        for p in model.parameters():
+            p.zero_()
+        model.tokens.weight[0] = 1.0
+        model.norm.bias.fill_(1.0)
+    batches = [run.task.batch(run.seed, "test", step, run.batch) for step in range(40)]
+    zeros = sum(int((batch.y[:, 3:] == 0).all(1).sum()) for batch in batches)
+    assert generated_right(model, run, batches=40) == (zeros, 320)
+
+
+def test_what_cannot_be_continued_is_a_sentence() -> None:
+    task = Match3(length=8, modulus=4)
+    run = Run(task, model_for(task, "small", layers=1, heads=1, width=8))
+    with pytest.raises(InputError, match="match3 has nothing to continue"):
+        generated_right(Transformer(run.model), run)
 
 
 def test_a_loss_that_is_not_finite_stops_and_overwrites_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,54 @@
+"""Beyond the paper: at which length does a decoder fail on Count3, and does depth help? Equal wall-clock for everyone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from entp.config import Mode, OptimConfig, Run, TrainConfig, model_for
+from entp.experiments.count3 import tiny as tiny_count3
+from entp.experiments.pictures import draw_depth
+from entp.experiments.recipe import Recipe
+from entp.tasks.counting import Count3
+
+LENGTHS = (16, 24, 32, 48, 64)
+DEPTHS: dict[str, tuple[Mode, tuple[int, ...]]] = {"decoder": ("decoder", (1, 2, 3, 6, 12)), "ENTP": ("entp", (2, 3, 6))}
+SECONDS = 60.0
+
+
+def depth_run(mode: Mode, layers: int, length: int) -> Run:
+    """Width 192, a quarter of the sequence random, Muon with a cosine that ends with the minute."""
+    task = Count3(seed_length=length // 4, length=length, values=length)
+    return Run(
+        task=task,
+        model=model_for(task, "small", layers=layers),
+        mode=mode,
+        steps=10**7,
+        batch=64,
+        optim=OptimConfig("muon", max_lr=1e-3, min_lr=2e-5, warmup=200, weight_decay=0.0, decay="seconds"),
+        train=TrainConfig(eval_every=1000, eval_batches=8, checkpoint_every=5000, max_seconds=SECONDS),
+    )
+
+
+def tiny(run: Run) -> Run:
+    """As the tiny Count3, with this run's layers."""
+    small = tiny_count3(run)
+    return replace(small, model=model_for(small.task, "small", layers=min(3, run.model.layers), heads=2, width=32))
+
+
+RECIPE = Recipe(
+    name="count3-depth",
+    title="Count3 by length and depth, one minute of training each",
+    question="At which length does a decoder fail to learn Count3 where ENTP does not, and does depth help?",
+    runs={
+        f"{label}, {layers} layers, {length} integers": depth_run(mode, layers, length)
+        for label, (mode, depths) in DEPTHS.items()
+        for layers in depths
+        for length in LENGTHS
+    },
+    metrics=("sequence_accuracy", "token_accuracy", "loss"),
+    paper={},
+    shrink=tiny,
+    fresh=2048,
+    picture=draw_depth,
+    few=("decoder, 3 layers, 16 integers", "ENTP, 2 layers, 16 integers", "decoder, 1 layers, 64 integers"),
+)

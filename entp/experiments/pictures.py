@@ -1,0 +1,96 @@
+"""The pictures of recipes: curves against steps, and Count3 by depth and length."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from entp.experiments.recipe import Recipe
+
+
+def new_figure(width: float, height: float) -> Any:
+    """A figure, or None with a word on standard error where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no picture: pip install 'entp[plot]' to draw one.", file=sys.stderr)
+        return None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def draw_curves(recipe: Recipe, results: dict[str, Any], path: Path) -> None:
+    """Validation loss and the recipe's first metric against steps: a colour per arm, a line per seed, the authors' in grey."""
+    figure = new_figure(11, 4.2)
+    if figure is None:
+        return
+    panels = figure.subplots(1, 2)
+    for panel, metric in zip(panels, ("loss", recipe.metrics[0]), strict=True):
+        for label, curves in recipe.curves.items():
+            steps, values = zip(*curves[metric], strict=True)
+            panel.plot(steps, values, color="0.7", linewidth=2, zorder=0)
+            panel.annotate(f"authors: {label}", (steps[-1], values[-1]), fontsize=6, color="0.45", ha="right", va="bottom")
+        for number, (label, arm) in enumerate((k, v) for k, v in results["arms"].items() if k in recipe.runs):
+            _draw_arm(panel, arm, metric, f"C{number % 10}", label)
+        panel.set(xlabel="optimizer steps", ylabel=f"validation {metric.replace('_', ' ')}")
+    handles, labels = panels[0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside right upper", fontsize=7)
+    dashed = "dashed: the paper's value" + ("; grey: the authors' curves" if recipe.curves else "")
+    figure.suptitle(f"{recipe.title} ({dashed})", fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_arm(panel: Any, arm: dict[str, Any], metric: str, colour: str, label: str) -> None:
+    for number, run in enumerate(arm.get("runs", [])):
+        steps, values = [r["step"] for r in run["curve"]], [r[metric] for r in run["curve"]]
+        panel.plot(steps, values, color=colour, linewidth=1, marker=".", markersize=3, label=label if number == 0 else None)
+    known = arm.get("paper", {}).get(metric)
+    if known and arm.get("runs"):
+        panel.axhline(known["value"], color=colour, linestyle="--", linewidth=1, alpha=0.6)
+
+
+def draw_depth(results: dict[str, Any], path: Path) -> None:
+    """Count3 by depth: token and sequence accuracy on fresh sequences against length, and accuracy inside the longest.
+
+    Labels are "decoder, 3 layers, 32 integers".
+    """
+    figure = new_figure(15, 4.2)
+    if figure is None:
+        return
+    points = [(_parts(label), arm["fresh"], arm["runs"][0]) for label, arm in results["arms"].items() if arm.get("fresh")]
+    panels = figure.subplots(1, 3)
+    kinds = sorted({(mode, layers) for (mode, layers, _), _, _ in points})
+    for mode, layers in kinds:
+        mine = sorted((length, fresh) for (m, k, length), fresh, _ in points if (m, k) == (mode, layers))
+        style = _style(mode, layers)
+        for panel, metric in zip(panels, ("token_accuracy", "sequence_accuracy"), strict=False):
+            panel.plot([n for n, _ in mine], [f[metric] for _, f in mine], label=f"{mode}, {layers} layers", **style)
+    longest = max((length for (_, _, length), _, _ in points), default=0)
+    for (mode, layers, length), _, run in points:
+        inside = run.get("final", {}).get("by_length", {})
+        if length == longest and inside:
+            panels[2].plot([int(n) for n in inside], list(inside.values()), **{**_style(mode, layers), "marker": None})
+    for panel, name in zip(panels, ("token accuracy", "sequence accuracy"), strict=False):
+        panel.set(xlabel="integers in a sequence", ylabel=f"{name} on fresh sequences", ylim=(-0.03, 1.03))
+    panels[2].set(
+        xlabel="integers read", ylabel="share of right answers", title=f"inside sequences of {longest}", ylim=(-0.03, 1.03)
+    )
+    panels[0].legend(fontsize=7)
+    figure.suptitle(results["title"], fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
+def _parts(label: str) -> tuple[str, int, int]:
+    """Mode, layers and length of a label such as "decoder, 3 layers, 32 integers"."""
+    mode, layers, length = label.split(", ")
+    return mode, int(layers.split()[0]), int(length.split()[0])
+
+
+def _style(mode: str, layers: int) -> dict[str, Any]:
+    """Greens for ENTP, oranges for decoders, darker for deeper."""
+    from matplotlib import colormaps
+
+    deep = {1: 0.35, 2: 0.5, 3: 0.65, 6: 0.8, 12: 1.0}.get(layers, 0.6)
+    return {"color": colormaps["Greens" if mode == "ENTP" else "Oranges"](deep), "marker": "o" if mode == "ENTP" else "s"}

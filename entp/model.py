@@ -103,16 +103,16 @@ class Transformer(nn.Module):
 
         x: token ids (B, T), or vectors (B, T, input_dim). lengths: (B,) true lengths of rows padded on the right; outputs
         at padding are 0 and nothing depends on it. prefix: for mode prefix, an int or (B,). at, impl, token_budget: see
-        `entp.all_prefixes`; in the other modes `at` only selects.
+        `entp.all_prefixes`; in the other modes `at` only selects, and impl is torch's own but for "triton".
         """
-        from entp.engine.api import all_prefixes, check_inputs, select
+        from entp.engine.api import all_prefixes, causal_hidden, check_inputs, select
 
         if mode == "entp":
             return all_prefixes(self, x, at=at, impl=impl, lengths=lengths, token_budget=token_budget)
         if mode not in MODES:
             raise one_of("mode", mode, MODES)
         x, lengths = check_inputs(self, x, lengths)
-        hidden = self.hidden(x, mode, lengths=lengths, prefix=prefix)
+        hidden = causal_hidden(self, x, mode, lengths=lengths, prefix=prefix, impl=impl)
         return select(self, hidden, at, lengths)
 
     def hidden(self, x: Tensor, mode: str, *, lengths: Tensor | None = None, prefix: Tensor | int | None = None) -> Tensor:

@@ -171,7 +171,7 @@ class BenchStepOptions:
     shapes: str | None = None
     """Named shapes instead of --size, --length and --batch: paper for all, or a list such as count3,small."""
     contenders: str | None = None
-    """Who takes part, of reference, packed, triton and decoder, with commas (default: all that can run here)."""
+    """Who takes part, of reference, packed, triton, decoder and decoder-triton, with commas (default: all that can run)."""
     repeats: int = 5
     """Rounds in which every contender is timed."""
     warmup: int | None = None

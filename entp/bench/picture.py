@@ -12,6 +12,7 @@ COLOURS = {
     "entp packed": "C0",
     "entp triton": "C2",
     "decoder": "C1",
+    "decoder-triton": "C3",
     "entp uncached": "0.6",
     "entp": "C2",
     "decoder uncached": "0.8",

@@ -15,6 +15,7 @@ CONTENDERS: dict[str, tuple[Mode, Impl]] = {
     "packed": ("entp", "packed"),
     "triton": ("entp", "triton"),
     "decoder": ("decoder", "auto"),
+    "decoder-triton": ("decoder", "triton"),
 }
 """Who takes part in `entp bench step`, by the short names of --contenders."""
 

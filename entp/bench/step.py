@@ -34,6 +34,7 @@ FORMULAS: dict[str, Callable[[ModelConfig, Tensor], Flops]] = {
     "packed": engine_flops,
     "triton": engine_flops,
     "decoder": decoder_flops,
+    "decoder-triton": decoder_flops,
 }
 """The operations over which each contender's rate is taken."""
 
@@ -111,7 +112,7 @@ def _contenders(options: BenchStepOptions, device: torch.device) -> list[str]:
             choose(CONTENDERS[name][1], device)
         return [name for name in CONTENDERS if name in asked]
     kernels = device.type == "cuda" and triton_missing(device) is None
-    return [name for name in CONTENDERS if kernels or name != "triton"]
+    return [name for name, (_, impl) in CONTENDERS.items() if kernels or impl != "triton"]
 
 
 def _shape(options: BenchStepOptions) -> Shape:

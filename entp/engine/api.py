@@ -110,6 +110,26 @@ def all_prefixes(
     return select(model, _spread(rows, wanted), at, lengths)
 
 
+def causal_hidden(
+    model: Transformer, x: Tensor, mode: str, *, lengths: Tensor | None, prefix: Tensor | int | None, impl: str
+) -> Tensor:
+    """The last block's output (B, T, D) in mode decoder or prefix: by torch, or by the kernels if `impl` is triton."""
+    if impl not in IMPLS:
+        raise one_of("impl", impl, IMPLS)
+    if impl != "triton":
+        return model.hidden(x, mode, lengths=lengths, prefix=prefix)
+    choose(impl, x.device, model)  # works or says why not
+    free = prefix if mode == "prefix" else 0
+    if lengths is not None or not isinstance(free, int) or (mode == "prefix" and free < 1):
+        raise InputError(
+            f"impl 'triton' in mode {mode} takes no padding, and in mode prefix one number from 1 on for all sequences "
+            f"(got {prefix}): use impl='auto' for anything else."
+        )
+    from entp.engine.triton import stack
+
+    return stack.causal_hidden(model, x, free)
+
+
 def wanted_prefixes(x: Tensor, at: Tensor | Sequence[int] | None, lengths: Tensor | None) -> Tensor:
     """`at` as a bool mask (B, T) on the CPU, without padding: laying prefixes out must not wait for the device."""
     batch, time = x.shape[:2]

@@ -171,6 +171,13 @@ def pack(wanted: Tensor, device: torch.device | None = None) -> Packing:
     return _packings(wanted, device)
 
 
+def whole_sequences(batch: int, time: int, device: torch.device) -> Packing:
+    """The packing of each whole sequence: rows as they stand in (B, T)."""
+    ends = torch.zeros(batch, time, dtype=torch.bool)
+    ends[:, -1] = True
+    return pack(ends, device)
+
+
 def positions_of(mask: Tensor, device: torch.device | None = None) -> Tensor:
     """The flat positions of True in a mask (B, T), on `device`, or where the mask is."""
     return _positions(mask, device)

@@ -19,7 +19,7 @@ from torch import Tensor
 from entp.config import Run
 from entp.engine.api import choose
 from entp.engine.budget import step_token_budget
-from entp.engine.layout import pack, positions_of, rows_of, split, trim
+from entp.engine.layout import pack, positions_of, rows_of, split, trim, whole_sequences
 from entp.model import Transformer
 from entp.tasks.base import IGNORE, Batch
 from entp.training import checkpoint
@@ -103,6 +103,8 @@ def _inputs(run: Run, model: Transformer, batch: Batch, device: torch.device, wo
 def _tables(run: Run, parts: list[Tensor], device: torch.device) -> list[object]:
     """The tables of all parts, made before a step is recorded."""
     packings = [pack(part[trim(part)], device) for part in parts] if run.mode == "entp" else []
+    if run.mode != "entp" and run.train.impl == "triton":
+        packings = [whole_sequences(parts[0].shape[0], parts[0].shape[1], device)]
     return [positions_of(part, device) for part in parts] + [table for p in packings for table in (p, p.tables())]
 
 

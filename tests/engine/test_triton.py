@@ -18,8 +18,10 @@ from random_models import random_inputs, random_model
 from torch import Tensor
 
 import entp
+from entp.attention import visible
 from entp.engine import packed
 from entp.engine.layout import Packing, pack
+from entp.errors import InputError
 
 pytest.importorskip("triton")
 from test_triton_rows import (
@@ -114,6 +116,26 @@ def test_prefix_attention_of_long_prefixes(lengths: tuple[int, ...]) -> None:
     inputs = [numbers(plan.rows, 3 * 5, seed=0, size=1.5), numbers(3 * 5, seed=1)]
     want = with_gradients(plain_prefix, inputs, plan, 1, 0.6)
     assert worst(with_gradients(kernel_prefix, inputs, plan, 1, 0.6), want) < CLOSE
+
+
+@pytest.mark.parametrize("free", [0, 1, 3, 40])
+@pytest.mark.parametrize("lengths", [(1, 2, 5), (17,), (64,), (70, 130)], ids=str)
+def test_causal_attention_with_and_without_a_prefix(lengths: tuple[int, ...], free: int) -> None:
+    """One tile and several; free tokens below, at and beyond the length."""
+    plan = of_lengths(*lengths)
+    inputs = [numbers(plan.rows, 3 * 6, seed=0, size=1.5), numbers(3 * 6, seed=1)]
+    want = with_gradients(plain_prefix, inputs, plan, 2, 0.6, free)
+    assert worst(with_gradients(kernel_prefix, inputs, plan, 2, 0.6, free), want) < CLOSE
+
+
+def test_causal_attention_is_the_mask_of_each_mode() -> None:
+    plan = of_lengths(7)
+    qkv = numbers(7, 3 * 4, seed=0)
+    q, k, v = qkv.view(7, 3, 4).unbind(1)
+    for free, mode, prefix in ((0, "decoder", None), (3, "prefix", 3), (9, "prefix", 7)):
+        seen = visible(mode, 7, prefix=prefix)[0].to(DEVICE)
+        want = torch.softmax((q @ k.T).masked_fill(~seen, float("-inf")), -1) @ v
+        assert worst([attention.plain_prefix_attention(qkv, plan, 1, 1.0, free)], [want]) < CLOSE
 
 
 def test_prefix_attention_in_the_largest_tile() -> None:
@@ -331,6 +353,44 @@ def test_the_whole_engine_equals_the_reference(config: dict[str, Any], question:
     want, got = run("reference"), run("triton")
     for name, value in want.items():
         assert (got[name] - value).abs().max() <= CLOSE * value.abs().max(), name
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"layers": 1},
+        {"layers": 3},
+        {"norm": "none", "activation": "relu"},
+        {"input_dim": 3},
+        {"position": "none", "scale": "one"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("mode", "prefix"), [("decoder", None), ("prefix", 3), ("prefix", 20)])
+def test_a_decoder_by_the_kernels(config: dict[str, Any], mode: str, prefix: int | None) -> None:
+    """Outputs and every parameter's gradient; the mode is an argument of the same weights."""
+    model = random_model(**config).to(DEVICE)
+    x = random_inputs(model, 2, 7).to(DEVICE)
+
+    def run(impl: str) -> dict[str, Tensor]:
+        names, leaves = zip(*model.named_parameters(), strict=True)
+        return dict(zip(["output", *names], results(model(x, mode, prefix=prefix, impl=impl), list(leaves)), strict=True))
+
+    want, got = run("auto"), run("triton")
+    for name, value in want.items():
+        assert (got[name] - value).abs().max() <= CLOSE * value.abs().max(), name
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [("prefix", {"prefix": torch.tensor([2, 3])}), ("prefix", {}), ("prefix", {"prefix": 0}), ("decoder", {"lengths": [2, 4]})],
+)
+def test_what_the_kernels_do_not_take_in_other_modes_is_a_sentence(mode: str, options: dict[str, Any]) -> None:
+    model = random_model().to(DEVICE)
+    x = random_inputs(model, 2, 4).to(DEVICE)
+    options = {k: torch.tensor(v, device=DEVICE) if isinstance(v, list) else v for k, v in options.items()}
+    with pytest.raises(InputError, match=f"impl 'triton' in mode {mode} takes no padding"):
+        model(x, mode, impl="triton", **options)
 
 
 def test_nothing_asked_for() -> None:

@@ -1,5 +1,8 @@
 """The middle layers: full attention inside every prefix, for all prefixes in one launch per class of lengths.
 
+With `free`, a decoder's: key j is seen by query i if j <= max(i, free - 1); free = 0 is causal, more lets the first tokens see
+each other.
+
 Defined by `plain_prefix_attention`. Prefixes of up to `whole` rows fit one tile: a program holds all scores of one head of one
 prefix, goes from head to head while the next one's rows are on their way, and its backward pass needs nothing but q, k, v and
 the gradient. Longer ones stream over tiles of keys with a running maximum, and their backward pass is two kernels: one owns
@@ -24,12 +27,15 @@ SHARED = 136 * 1024
 """Bytes that one head's q, k, v and gradient of a tile and two matrices of its scores may take in shared memory."""
 
 
-def plain_prefix_attention(qkv: Tensor, packing: Packing, heads: int, scale: float) -> Tensor:
-    """(N, 3 D) to (N, D): softmax(scale q k^T) v inside each prefix."""
+def plain_prefix_attention(qkv: Tensor, packing: Packing, heads: int, scale: float, free: int | None = None) -> Tensor:
+    """(N, 3 D) to (N, D): softmax(scale q k^T) v inside each prefix, causal but for the first `free` if that is given."""
     outputs = []
     for (m, count), part in zip(packing.groups, qkv.split(packing.row_counts), strict=True):
         q, k, v = part.view(count, m, 3, heads, -1).permute(2, 0, 3, 1, 4)
-        outputs.append((torch.softmax(scale * q @ k.mT, -1) @ v).transpose(1, 2).reshape(count * m, -1))
+        index = torch.arange(m, device=qkv.device)
+        hidden = index[None] > index[:, None].clamp(min=m if free is None else free - 1)
+        scores = (scale * q @ k.mT).masked_fill(hidden, float("-inf"))
+        outputs.append((torch.softmax(scores, -1) @ v).transpose(1, 2).reshape(count * m, -1))
     return torch.cat(outputs)
 
 
@@ -88,10 +94,19 @@ def _rows_of(out, rows, real, h, H, d, DP: tl.constexpr):
 
 
 @triton.jit
-def _softmax(q, k, real, SCALE: tl.constexpr, WIDE: tl.constexpr):
-    """Attention of queries to all keys of a prefix."""
+def _seen(rows, keys, start, end, FREE: tl.constexpr):
+    """Which keys the queries at `rows` see: all of the prefix, or (FREE from 0 on) none after themselves but the first FREE."""
+    seen = (keys < end)[None, :]
+    if FREE >= 0:
+        seen = seen & (keys[None, :] <= tl.maximum(rows, start + FREE - 1)[:, None])
+    return seen
+
+
+@triton.jit
+def _softmax(q, k, seen, SCALE: tl.constexpr, WIDE: tl.constexpr):
+    """Attention of queries to all keys of a prefix that they see."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=WIDE) * (SCALE * 1.4426950408889634)  # exp(x) is 2^(x / log 2)
-    s = tl.where(real[None, :], s, float("-inf"))
+    s = tl.where(seen, s, float("-inf"))
     weight = tl.exp2(s - tl.max(s, 1)[:, None])
     return weight * (1.0 / tl.sum(weight, 1))[:, None]
 
@@ -99,7 +114,7 @@ def _softmax(q, k, real, SCALE: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit(do_not_specialize=["P0", "H", "GROUP"])
 def _attention_forward_whole(
     qkv, starts, ends, out, P0, H, d, GROUP, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, DP: tl.constexpr,
-    QUERIES: tl.constexpr, STAGES: tl.constexpr,
+    FREE: tl.constexpr, QUERIES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """GROUP heads of one prefix whose keys are one tile, QUERIES at a time."""
     p = P0 + tl.program_id(0)
@@ -111,7 +126,7 @@ def _attention_forward_whole(
         for first in tl.static_range(0, TILE, QUERIES):
             rows = start + first + tl.arange(0, QUERIES)
             q = _part(qkv, rows, rows < end, 0, h, H, d, DP)
-            weight = _softmax(q, k, real, SCALE, WIDE)
+            weight = _softmax(q, k, _seen(rows, keys, start, end, FREE), SCALE, WIDE)
             acc = tl.dot(weight.to(v.dtype), v, input_precision="ieee", out_dtype=WIDE)
             at = rows[:, None] * (H * d) + (h * d + e)[None, :]
             tl.store(out + at, acc.to(out.dtype.element_ty), mask=(rows < end)[:, None] & (e < d)[None, :])
@@ -119,8 +134,9 @@ def _attention_forward_whole(
 
 @triton.jit(do_not_specialize=["P0", "H"])
 def _attention_forward(
-    qkv, starts, ends, out, lse, P0, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, DP: tl.constexpr
-):
+    qkv, starts, ends, out, lse, P0, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, DP: tl.constexpr,
+    FREE: tl.constexpr,
+):  # fmt: skip
     """One tile of queries of one head of a long prefix over all its keys."""
     p, h = P0 + tl.program_id(0), tl.program_id(1)
     start, end = tl.load(starts + p).to(tl.int64), tl.load(ends + p).to(tl.int64)
@@ -135,7 +151,7 @@ def _attention_forward(
             keys = base + tl.arange(0, TILE)
             k, v = _part(qkv, keys, keys < end, 1, h, H, d, DP), _part(qkv, keys, keys < end, 2, h, H, d, DP)
             s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=WIDE) * SCALE
-            s = tl.where((keys < end)[None, :], s, float("-inf"))
+            s = tl.where(_seen(rows, keys, start, end, FREE), s, float("-inf"))
             higher = tl.maximum(top, tl.max(s, 1))
             weight = tl.exp(s - higher[:, None])
             decay = tl.exp(top - higher)
@@ -164,7 +180,7 @@ def _store_share(share, total, part, slot, h, H, d, DP: tl.constexpr):
 @triton.jit(do_not_specialize=["P0", "H", "GROUP"])
 def _attention_backward_whole(
     qkv, starts, ends, grad, dqkv, share, P0, H, d, GROUP, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
-    DP: tl.constexpr, STAGES: tl.constexpr,
+    DP: tl.constexpr, FREE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """GROUP heads of one prefix that is one tile."""
     p = P0 + tl.program_id(0)
@@ -174,7 +190,8 @@ def _attention_backward_whole(
     for h in tl.range(tl.program_id(1) * GROUP, tl.minimum(H, tl.program_id(1) * GROUP + GROUP), num_stages=STAGES):
         k, v = _part(qkv, keys, real, 1, h, H, d, DP), _part(qkv, keys, real, 2, h, H, d, DP)
         q, g = _part(qkv, keys, real, 0, h, H, d, DP), _rows_of(grad, keys, real, h, H, d, DP)
-        weight = _softmax(q, k, real, SCALE, WIDE)  # rows past the end have g = 0 and q = 0: they add nothing
+        seen = _seen(keys, keys, start, end, FREE)
+        weight = _softmax(q, k, seen, SCALE, WIDE)  # rows past the end have g = 0 and q = 0: they add nothing
         dv = tl.dot(tl.trans(weight.to(g.dtype)), g, input_precision="ieee", out_dtype=WIDE)
         _store_part(dqkv, dv, keys, real, 2, h, H, d, DP)  # each as soon as it is there: registers are what is short
         _store_share(share, tl.sum(dv, 0), 2, p, h, H, d, DP)
@@ -189,17 +206,17 @@ def _attention_backward_whole(
 
 
 @triton.jit
-def _weights(q, k, rows, keys, end, lse, h, H, SCALE: tl.constexpr, WIDE: tl.constexpr):
+def _weights(q, k, rows, keys, start, end, lse, h, H, SCALE: tl.constexpr, WIDE: tl.constexpr, FREE: tl.constexpr):
     """Attention of the queries at `rows` to the keys at `keys`, from their log-sum-exp."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=WIDE) * SCALE
     z = tl.load(lse + rows * H + h, mask=rows < end, other=0.0)
-    return tl.where((rows < end)[:, None] & (keys < end)[None, :], tl.exp(s - z[:, None]), 0.0)
+    return tl.where((rows < end)[:, None] & _seen(rows, keys, start, end, FREE), tl.exp(s - z[:, None]), 0.0)
 
 
 @triton.jit(do_not_specialize=["P0", "TILES", "H"])
 def _attention_backward_queries(
     qkv, starts, ends, grad, lse, delta, dqkv, share, P0, TILES, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr,
-    TILE: tl.constexpr, DP: tl.constexpr,
+    TILE: tl.constexpr, DP: tl.constexpr, FREE: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head of a long prefix."""
     p, h, tile = P0 + tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -212,7 +229,7 @@ def _attention_backward_queries(
         for base in range(start, end, TILE):
             keys = base + tl.arange(0, TILE)
             k, v = _part(qkv, keys, keys < end, 1, h, H, d, DP), _part(qkv, keys, keys < end, 2, h, H, d, DP)
-            weight = _weights(q, k, rows, keys, end, lse, h, H, SCALE, WIDE)
+            weight = _weights(q, k, rows, keys, start, end, lse, h, H, SCALE, WIDE, FREE)
             ds = weight * (tl.dot(g, tl.trans(v), input_precision="ieee", out_dtype=WIDE) - inner[:, None]) * SCALE
             dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee", out_dtype=WIDE)
         _store_part(dqkv, dq, rows, rows < end, 0, h, H, d, DP)
@@ -222,7 +239,7 @@ def _attention_backward_queries(
 @triton.jit(do_not_specialize=["P0", "TILES", "H"])
 def _attention_backward_keys(
     qkv, starts, ends, grad, lse, delta, dqkv, share, P0, TILES, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr,
-    TILE: tl.constexpr, DP: tl.constexpr,
+    TILE: tl.constexpr, DP: tl.constexpr, FREE: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one head of a long prefix."""
     p, h, tile = P0 + tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -235,7 +252,7 @@ def _attention_backward_keys(
             rows = base + tl.arange(0, TILE)
             q, g = _part(qkv, rows, rows < end, 0, h, H, d, DP), _rows_of(grad, rows, rows < end, h, H, d, DP)
             inner = tl.load(delta + rows * H + h, mask=rows < end, other=0.0)
-            weight = _weights(q, k, rows, keys, end, lse, h, H, SCALE, WIDE)
+            weight = _weights(q, k, rows, keys, start, end, lse, h, H, SCALE, WIDE, FREE)
             dv += tl.dot(tl.trans(weight.to(g.dtype)), g, input_precision="ieee", out_dtype=WIDE)
             ds = weight * (tl.dot(g, tl.trans(v), input_precision="ieee", out_dtype=WIDE) - inner[:, None]) * SCALE
             dk += tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision="ieee", out_dtype=WIDE)
@@ -246,20 +263,22 @@ def _attention_backward_keys(
         _store_share(share, tl.sum(dv, 0), 2, slot, h, H, d, DP)
 
 
-def prefix_attention(qkv: Tensor, bias: Tensor, packing: Layout, heads: int, scale: float) -> Tensor:
+def prefix_attention(qkv: Tensor, bias: Tensor, packing: Layout, heads: int, scale: float, free: int | None = None) -> Tensor:
     """As plain_prefix_attention; `bias`, in fp32 or float64, is what was added to qkv: it only gets its gradient."""
-    return _PrefixAttention.apply(qkv, bias, packing, heads, scale)
+    return _PrefixAttention.apply(qkv, bias, packing, heads, scale, free)
 
 
 class _PrefixAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, qkv: Tensor, bias: Tensor, packing: Layout, heads: int, scale: float) -> Tensor:
+    def forward(
+        ctx, qkv: Tensor, bias: Tensor, packing: Layout, heads: int, scale: float, free: int | None
+    ) -> Tensor:  # fmt: skip
         size = qkv.shape[1] // (3 * heads)
         out = qkv.new_empty(len(qkv), heads * size)
         largest = whole(size, qkv.dtype)
         long = packing.longest > largest
         lse = bias.new_empty(len(qkv) if long else 0, heads)
-        ctx.fixed = {"SCALE": scale, "WIDE": KINDS[bias.dtype], "DP": _padded(size)}
+        ctx.fixed = {"SCALE": scale, "WIDE": KINDS[bias.dtype], "DP": _padded(size), "FREE": -1 if free is None else free}
         ctx.classes = _classes(packing, largest)
         for c in ctx.classes:
             where = (packing.starts, packing.ends, out)
@@ -275,7 +294,7 @@ class _PrefixAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         qkv, lse, *out = ctx.saved_tensors
         heads, grad, wide = ctx.heads, grad.contiguous(), lse.dtype
         size = qkv.shape[1] // (3 * heads)
@@ -294,7 +313,7 @@ class _PrefixAttention(torch.autograd.Function):
             tables = (lse, delta, dqkv, share, c.first, c.tiles, heads, size)
             for kernel in (_attention_backward_queries, _attention_backward_keys):
                 kernel[(c.count, heads, c.tiles)](*where, *tables, TILE=c.tile, **ctx.fixed)
-        return dqkv, column_sums(share, wide), None, None, None
+        return dqkv, column_sums(share, wide), None, None, None, None
 
 
 def _heads_together(c: _Class, heads: int) -> int:

@@ -203,6 +203,11 @@ def stream_of(rows: Tensor, half: torch.dtype) -> Stream:
     return Stream(rows.detach(), _carrier(rows, half))
 
 
+def stream_start(rows: Tensor, half: torch.dtype) -> Stream:
+    """A stream that begins with these rows, which get its gradient."""
+    return Stream(*_StreamStart.apply(rows, half))
+
+
 def stream_end(h: Stream, y: Tensor, bias: Tensor) -> Tensor:
     """The rows after adding y + bias, as a tensor like any other."""
     return _StreamEnd.apply(*h, y) + bias
@@ -210,6 +215,20 @@ def stream_end(h: Stream, y: Tensor, bias: Tensor) -> Tensor:
 
 def _carrier(rows: Tensor, half: torch.dtype) -> Tensor:
     return torch.empty(1, dtype=half, device=rows.device).expand(rows.shape)
+
+
+class _StreamStart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, half: torch.dtype) -> tuple[Tensor, Tensor]:
+        ctx.kind = rows.dtype
+        same = rows.view_as(rows)
+        ctx.mark_non_differentiable(same)
+        ctx.set_materialize_grads(False)
+        return same, _carrier(rows, half)
+
+    @staticmethod
+    def backward(ctx, _: Tensor, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.kind), None
 
 
 class _StreamEnd(torch.autograd.Function):

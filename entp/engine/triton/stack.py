@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from entp.engine import packed
-from entp.engine.budget import memory_counts
-from entp.engine.layout import Layout, Packing, pack
+from entp.engine.budget import BUSY, memory_counts
+from entp.engine.layout import Layout, Packing, pack, whole_sequences
 from entp.engine.triton.attention import prefix_attention
 from entp.engine.triton.embed import embed
 from entp.engine.triton.last import LastAttention
@@ -34,6 +34,7 @@ from entp.engine.triton.rows import (
     normed,
     stream_end,
     stream_of,
+    stream_start,
 )
 from entp.engine.triton.running import running_attention
 
@@ -55,6 +56,35 @@ def prefix_hidden(model: Transformer, x: Tensor, wanted: Tensor) -> Tensor:
         keep = not memory_counts(model.config, packing.rows)
         out = upper_layers(blocks, *first_layer(blocks[0], h, half or h.dtype, packing, keep), packing, keep)
     return out.index_select(0, packing.caller_order)
+
+
+def causal_hidden(model: Transformer, x: Tensor, free: int) -> Tensor:
+    """A decoder's last block (B, T, D) by the same kernels: one prefix per sequence, in which key j is seen by i if
+    j <= max(i, free - 1)."""
+    blocks = cast("list[Block]", list(model.blocks))
+    device = x.device.type
+    packing = whole_sequences(x.shape[0], x.shape[1], x.device)
+    half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    h = embed(model, x)
+    rows = h.to(torch.promote_types(h.dtype, torch.float32)).flatten(0, 1)
+    with torch.autocast(device, enabled=False):
+        out = causal_layers(blocks, rows, half or rows.dtype, packing, free)
+    return out.view(h.shape)
+
+
+def causal_layers(blocks: list[Block], rows: Tensor, half: torch.dtype, packing: Layout, free: int) -> Tensor:
+    """All blocks of a decoder on the rows (N, D) of whole sequences."""
+    keep = rows.numel() * len(blocks) <= BUSY
+    h, x = stream_start(rows, half), normed(rows, norm_of(blocks[0].norm_1), half)
+    y = x  # no product yet
+    for number, block in enumerate(blocks):
+        if number:
+            h, x = add_norm(h, y, blocks[number - 1].out.bias, norm_of(block.norm_1))
+        qkv, bias = norm_linear(x, block.qkv, block.norm_1, add=True)
+        y = linear(prefix_attention(qkv, bias, packing, block.heads, block.scale, free), block.proj.weight)
+        h, x = add_norm(h, y, block.proj.bias, norm_of(block.norm_2))
+        y = mlp(block, x, keep)
+    return stream_end(h, y, blocks[-1].out.bias)
 
 
 def first_layer(block: Block, h_BTD: Tensor, half: torch.dtype, packing: Packing, keep: bool) -> tuple[Stream, Tensor]:

@@ -151,7 +151,7 @@ class TrainConfig:
     impl: Impl = "auto"
     """Engine for mode entp. In the other modes triton runs the kernels, anything else torch."""
     token_budget: int | None = None
-    """Most prefix tokens computed at once in mode entp; gradients of the parts add up. None: by the device's memory."""
+    """Most prefix tokens computed at once in mode entp; gradients of the parts add up. None: little memory first."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16 runs matrix products in bfloat16 under autocast; auto does that on CUDA only. Weights stay fp32."""
     graph: bool = True

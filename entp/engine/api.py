@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
@@ -70,15 +71,15 @@ def _too_much_for_kernels(model: Transformer, device: torch.device) -> str | Non
     return None
 
 
-def _implementation(name: str) -> Callable[[Transformer, Tensor, Tensor], Tensor]:
-    """The function (model, x, wanted) -> (M, D) of an implementation."""
+def _implementation(name: str, generous: bool) -> Callable[[Transformer, Tensor, Tensor], Tensor]:
+    """The function (model, x, wanted) -> (M, D) of an implementation; generous: with memory, where that saves time."""
     if name == "reference":
         return reference.prefix_hidden
     if name == "packed":
         return packed.prefix_hidden
     from entp.engine.triton import stack
 
-    return stack.prefix_hidden
+    return functools.partial(stack.prefix_hidden, generous=generous)
 
 
 def all_prefixes(
@@ -96,9 +97,10 @@ def all_prefixes(
     at: None for all positions -> (B, T, outputs); a list of K positions -> (B, K, outputs);
         a bool mask (B, T) -> (number of True, outputs), sequence by sequence.
     lengths: (B,) true lengths of rows padded on the right; outputs at padding are 0 and nothing depends on it.
-    token_budget: most rows computed at once. Chunks are recomputed in the backward pass, so that only one is in memory.
+    token_budget: most rows computed at once. Chunks are recomputed in the backward pass, so that only one is in memory. Without
+        one the kernels also make activations of large inputs again instead of keeping them; with one, memory is the caller's.
     """
-    compute = _implementation(choose(impl, x.device, model).impl)
+    compute = _implementation(choose(impl, x.device, model).impl, token_budget is not None)
     x, lengths = check_inputs(model, x, lengths)
     wanted = wanted_prefixes(x, at, lengths)
     if token_budget is not None and token_budget < 1:

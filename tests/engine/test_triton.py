@@ -19,6 +19,7 @@ from torch import Tensor
 
 import entp
 from entp.attention import visible
+from entp.engine import budget as budget_module
 from entp.engine import packed
 from entp.engine.layout import Packing, pack
 from entp.errors import InputError
@@ -391,6 +392,33 @@ def test_what_the_kernels_do_not_take_in_other_modes_is_a_sentence(mode: str, op
     options = {k: torch.tensor(v, device=DEVICE) if isinstance(v, list) else v for k, v in options.items()}
     with pytest.raises(InputError, match=f"impl 'triton' in mode {mode} takes no padding"):
         model(x, mode, impl="triton", **options)
+
+
+def test_memory_is_saved_where_it_counts_and_not_where_the_caller_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same gradients with activations kept or made again; a token budget keeps them."""
+    model = random_model(layers=3).to(DEVICE)
+    x = random_inputs(model, 2, 6).to(DEVICE)
+
+    def kept_and_gradients(budget: int | None) -> tuple[int, list[Tensor]]:
+        kept: dict[int, Tensor] = {}
+
+        def keep(t: Tensor) -> Tensor:
+            kept[t.untyped_storage().data_ptr()] = t  # held, so that its address is not used again
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            out = entp.all_prefixes(model, x, impl="triton", token_budget=budget)
+        return sum(t.numel() for t in kept.values()), results(out, list(model.parameters()))
+
+    usual, want = kept_and_gradients(None)
+    monkeypatch.setattr(budget_module, "BUSY", 0)
+    lean, again = kept_and_gradients(None)
+    generous, same = kept_and_gradients(1000)
+    assert lean < usual == generous
+    rows, wide = 2 * 21, 4 * model.config.width
+    assert usual - lean == 2 * rows * wide  # GELU's output in layers 1 and 2
+    assert worst(again, want) < CLOSE
+    assert worst(same, want) < CLOSE
 
 
 def test_nothing_asked_for() -> None:

@@ -42,8 +42,11 @@ if TYPE_CHECKING:
     from entp.model import Block, Transformer
 
 
-def prefix_hidden(model: Transformer, x: Tensor, wanted: Tensor) -> Tensor:
-    """As reference.prefix_hidden: last block's output at the end of each wanted prefix, (M, D), sequence by sequence."""
+def prefix_hidden(model: Transformer, x: Tensor, wanted: Tensor, generous: bool = False) -> Tensor:
+    """As reference.prefix_hidden: last block's output at the end of each wanted prefix, (M, D), sequence by sequence.
+
+    generous: keep activations for the backward pass however many rows there are.
+    """
     if model.config.layers == 1 or not bool(wanted.any()):
         return packed.prefix_hidden(model, x, wanted)  # no rows of prefixes to compute
     packing = pack(wanted, x.device)
@@ -53,7 +56,7 @@ def prefix_hidden(model: Transformer, x: Tensor, wanted: Tensor) -> Tensor:
     h = embed(model, x[:, : packing.longest])
     h = h.to(torch.promote_types(h.dtype, torch.float32))
     with torch.autocast(device, enabled=False):
-        keep = not memory_counts(model.config, packing.rows)
+        keep = generous or not memory_counts(model.config, packing.rows)
         out = upper_layers(blocks, *first_layer(blocks[0], h, half or h.dtype, packing, keep), packing, keep)
     return out.index_select(0, packing.caller_order)
 

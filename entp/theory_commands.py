@@ -106,22 +106,18 @@ class CompiledOptions:
 
     def run(self) -> tuple[str, int]:
         import numpy as np
-        import torch
 
         from entp.table import format_table
         from entp.tasks.counting import count3_next
-        from entp.theory.compiled import count3
+        from entp.theory.compiled import answers, count3
 
         _check_folder(self.out)
         model = count3(self.n_max, self.ratio)
         rng, rows, wrong = np.random.default_rng(self.seed), [], 0
         for n in sorted({max(1, self.n_max // 4), max(1, self.n_max // 2), self.n_max}):
             x = rng.integers(0, min(self.n_max, self.ratio * n), (self.sequences, n))
-            want, shares = count3_next(x), []
-            for mode in ("entp", "decoder"):
-                with torch.no_grad():
-                    got = model(torch.from_numpy(x), mode=mode, at=[n - 1])[:, 0].argmax(-1).numpy()
-                shares.append(int((got == want).sum()))
+            want = count3_next(x)
+            shares = [int((answers(model, x, mode) == want).sum()) for mode in ("entp", "decoder")]
             wrong += self.sequences - shares[0]
             rows.append([str(n), str(x.max()), *(f"{share} of {self.sequences}" for share in shares)])
         weights = sum(p.numel() for p in model.parameters())

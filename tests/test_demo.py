@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ def test_demo_compares_generates_and_draws(tmp_path: Path, capsys: pytest.Captur
     assert numbers["ENTP"]["flops"] > numbers["decoder"]["flops"] > 0
     for words in ("causal", "95% interval", "training s", "training GFLOP", "generated", "picture:", "# # # # # #"):
         assert words in printed
+    assert re.search(r"128 of 128 right as an encoder, \d under a causal mask", printed)
     assert (tmp_path / "demo/demo.png").stat().st_size > 10_000
     demo(tmp_path / "demo", steps=12)  # again, over the old folder
 

@@ -28,6 +28,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -98,6 +99,12 @@ def count3(n_max: int = 64, ratio: int = 1) -> Transformer:
         for block, layer in zip(model.blocks, layers, strict=True):
             _write_block(block, layer, registers)  # type: ignore[arg-type]
     return model.eval()
+
+
+@torch.no_grad()
+def answers(model: Transformer, x: np.ndarray, mode: str = "entp") -> np.ndarray:
+    """What a model says after each whole row of x (batch, n)."""
+    return model(torch.from_numpy(x), mode=mode, at=[x.shape[1] - 1])[:, 0].argmax(-1).numpy()
 
 
 def _registers(ratio: int) -> dict[str, int]:

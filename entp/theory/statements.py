@@ -18,7 +18,7 @@ import torch
 from entp.table import format_table
 from entp.tasks.counting import Count3, count3_next, match3_labels
 from entp.theory import complexity, constructions, linear_memory, tradeoff
-from entp.theory.compiled import count3
+from entp.theory.compiled import answers, count3
 from entp.theory.count3_algorithms import linear, quadratic
 from entp.theory.programs import chain_of_thought, g, run
 from entp.theory.rasp import Rasp
@@ -105,7 +105,7 @@ def _lemma_decoder() -> Checked:
 
 def _compiled() -> Checked:
     model = count3(64)
-    right = all(_answers(model, x) == count3_next(x).tolist() for x in _batches(5, 300, 64))
+    right = all(np.array_equal(answers(model, x), count3_next(x)) for x in _batches(5, 300, 64))
     how = f"weights: {model.config.layers} layers, width {model.config.width}; {_exhaustive(5, 300)}"
     return Checked(how, _verdict(right))
 
@@ -113,7 +113,7 @@ def _compiled() -> Checked:
 def _compiled_causal() -> Checked:
     x = np.random.default_rng(0).integers(0, 16, (300, 16))
     model, want = count3(64), count3_next(x)
-    shares = [float(np.mean(np.array(_answers(model, x, mode)) == want)) for mode in ("entp", "decoder")]
+    shares = [float(np.mean(answers(model, x, mode) == want)) for mode in ("entp", "decoder")]
     how = f"random 300: {100 * shares[0]:.0f} % right as an encoder, {100 * shares[1]:.0f} % under a causal mask"
     return Checked(how, _verdict(shares[0] == 1 and shares[1] < 0.3))
 
@@ -271,9 +271,3 @@ def _batches(short: int, count: int, longest: int) -> Iterator[np.ndarray]:
 
 def _exhaustive(n: int, count: int) -> str:
     return f"exhaustive to n = {n}, random {count}"
-
-
-@torch.no_grad()
-def _answers(model: Any, x: np.ndarray, mode: str = "entp") -> list[int]:
-    """The model's answer after each whole row."""
-    return model(torch.from_numpy(x), mode=mode, at=[x.shape[1] - 1])[:, 0].argmax(-1).tolist()

@@ -15,7 +15,7 @@ from entp.errors import InputError
 from entp.model import Transformer
 from entp.tasks.base import IGNORE
 from entp.tasks.counting import Count3, count3_next
-from entp.theory.compiled import BLOCKS, count3
+from entp.theory.compiled import BLOCKS, answers, count3
 from entp.training.checkpoint import load_run, save_model
 from entp.training.evaluation import evaluate
 
@@ -29,12 +29,6 @@ def model() -> Transformer:
 def experiments() -> Transformer:
     """For the paper's task: values up to 63, from n = 16 on."""
     return count3(64, ratio=4)
-
-
-def answers(model: Transformer, x: np.ndarray, mode: str = "entp", impl: str = "auto") -> np.ndarray:
-    """The model's answer after each whole row of x (batch, n)."""
-    with torch.no_grad():
-        return model(torch.from_numpy(x), mode=mode, at=[x.shape[1] - 1], impl=impl)[:, 0].argmax(-1).numpy()
 
 
 def brute_force(x: tuple[int, ...]) -> int:

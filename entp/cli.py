@@ -60,15 +60,15 @@ def evaluate_command(args: list[str]) -> int:
     run = dataclasses.replace(run, train=dataclasses.replace(run.train, impl=options.impl))
     from entp.intervals import wilson
     from entp.table import format_table
-    from entp.training.evaluation import accuracy_by_length, evaluate, generated_right
+    from entp.training.evaluation import accuracy_by_length, evaluate, generated_right, some_batches
 
-    which: Any = {"split": options.split, "batches": options.batches, "seed": options.seed, "device": device}
-    values = evaluate(model, run, **which)
+    asked = (run, options.split, options.batches, options.seed)
+    values = evaluate(model, run, split=options.split, batches=options.batches, seed=options.seed, device=device)
     more: dict[str, Any] = {}
     if options.by_length:
-        more["by_length"] = accuracy_by_length(model, run, **which)
+        more["by_length"] = accuracy_by_length(model, run, some_batches(*asked), device)
     if options.by_generation:
-        values["generated_right"] = generated_right(model, run, **which)[0] / values["n"]
+        values["generated_right"] = generated_right(model, run, some_batches(*asked), device)[0] / values["n"]
     if options.json:
         print(json.dumps({"run": folder, "split": options.split, **values, **more}))
         return 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -59,13 +61,9 @@ def evaluate(
     """Mean loss per target and the task's accuracies over `batches` batches of `split`, and n, the number of sequences."""
     world = world or World()
     device = torch.device(device)
-    batches = run.train.eval_batches if batches is None else batches
-    if batches < 1:
-        raise InputError(f"batches is {batches}: at least 1 is needed to measure anything.")
     totals = torch.zeros(5, dtype=torch.float64, device=device)
-    for step in range(batches):
-        batch = run.task.batch(run.seed if seed is None else seed, split, step, run.batch).part(world.rank, world.size)
-        totals += _batch_totals(model, run, batch, device)
+    for batch in some_batches(run, split, run.train.eval_batches if batches is None else batches, seed):
+        totals += _batch_totals(model, run, batch.part(world.rank, world.size), device)
     loss, right, asked, right_sequences, sequences = world.add_up(totals).tolist()
     values = {"loss": loss / asked}
     if run.task.loss == "cross_entropy":
@@ -73,21 +71,22 @@ def evaluate(
     return {**values, "n": int(sequences)}
 
 
+def some_batches(run: Run, split: Split, count: int, seed: int | None = None) -> Iterator[Batch]:
+    """The first batches of a split, by the run's seed or another."""
+    if count < 1:
+        raise InputError(f"batches is {count}: at least 1 is needed to measure anything.")
+    for step in range(count):
+        yield run.task.batch(run.seed if seed is None else seed, split, step, run.batch)
+
+
 @torch.no_grad()
 def accuracy_by_length(
-    model: Transformer,
-    run: Run,
-    *,
-    split: Split = "test",
-    batches: int = 16,
-    seed: int | None = None,
-    device: str | torch.device = "cpu",
+    model: Transformer, run: Run, batches: Iterable[Batch], device: str | torch.device = "cpu"
 ) -> dict[int, float]:
     """The share of right targets after each number of tokens that one is asked for."""
     time = run.task.model_needs()["positions"]
     right, asked = torch.zeros(time + 1), torch.zeros(time + 1)
-    for step in range(batches):
-        batch = run.task.batch(run.seed if seed is None else seed, split, step, run.batch)
+    for batch in batches:
         at = torch.from_numpy(batch.y != IGNORE)
         x = torch.from_numpy(batch.x).to(device)
         lengths = None if batch.lengths is None else torch.from_numpy(batch.lengths).to(device)
@@ -99,20 +98,13 @@ def accuracy_by_length(
 
 
 def generated_right(
-    model: Transformer,
-    run: Run,
-    *,
-    split: Split = "test",
-    batches: int = 16,
-    seed: int | None = None,
-    device: str | torch.device = "cpu",
+    model: Transformer, run: Run, batches: Iterable[Batch], device: str | torch.device = "cpu"
 ) -> tuple[int, int]:
     """How many sequences the model continues without any error, reading what it wrote itself; and how many were tried."""
     from entp.engine.generate import generate
 
     right = tried = 0
-    for step in range(batches):
-        batch = run.task.batch(run.seed if seed is None else seed, split, step, run.batch)
+    for batch in batches:
         first = _first_target(run.task, batch)
         prompts = torch.from_numpy(batch.x[:, : first + 1]).to(device)
         want = torch.from_numpy(batch.y[:, first:])

@@ -21,7 +21,7 @@ from entp.model import Transformer
 from entp.tasks.base import IGNORE, Batch, Split, Task
 from entp.tasks.counting import Match3
 from entp.training.distributed import World
-from entp.training.evaluation import accuracy_by_length, evaluate, generated_right
+from entp.training.evaluation import accuracy_by_length, evaluate, generated_right, some_batches
 from entp.training.metrics import read_metrics
 from entp.training.optim import make_optimizers
 from entp.training.step import State, train_step
@@ -181,7 +181,7 @@ def test_accuracy_by_length_adds_up_to_token_accuracy(tmp_path: Path) -> None:
     run = small_run(steps=40, optim={"max_lr": 1e-2})
     entp.train(run, tmp_path / "run", device="cpu", quiet=True)
     model = entp.load(tmp_path / "run")
-    found = accuracy_by_length(model, run, batches=3)
+    found = accuracy_by_length(model, run, some_batches(run, "test", 3))
     assert list(found) == list(range(4, 10))  # targets after 4 to 9 integers
     assert sum(found.values()) / len(found) == pytest.approx(evaluate(model, run, split="test", batches=3)["token_accuracy"])
 
@@ -192,23 +192,22 @@ def test_generated_right_is_what_generation_gives(mode: str, tmp_path: Path) -> 
     run = small_run(mode=mode)
     torch.manual_seed(0)
     model = Transformer(run.model)
-    right, tried = generated_right(model, run, batches=2)
+    right, tried = generated_right(model, run, some_batches(run, "test", 2))
     assert (right, tried) == (0, 16)
     with torch.no_grad():  # always answers 0: right where every rule-made integer is 0
         for p in model.parameters():
             p.zero_()
         model.tokens.weight[0] = 1.0
         model.norm.bias.fill_(1.0)
-    batches = [run.task.batch(run.seed, "test", step, run.batch) for step in range(40)]
-    zeros = sum(int((batch.y[:, 3:] == 0).all(1).sum()) for batch in batches)
-    assert generated_right(model, run, batches=40) == (zeros, 320)
+    zeros = sum(int((batch.y[:, 3:] == 0).all(1).sum()) for batch in some_batches(run, "test", 40))
+    assert generated_right(model, run, some_batches(run, "test", 40)) == (zeros, 320)
 
 
 def test_what_cannot_be_continued_is_a_sentence() -> None:
     task = Match3(length=8, modulus=4)
     run = Run(task, model_for(task, "small", layers=1, heads=1, width=8))
     with pytest.raises(InputError, match="match3 has nothing to continue"):
-        generated_right(Transformer(run.model), run)
+        generated_right(Transformer(run.model), run, some_batches(run, "test", 1))
 
 
 def test_a_loss_that_is_not_finite_stops_and_overwrites_nothing(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from entp import attention
@@ -24,7 +23,7 @@ from entp.intervals import wilson
 from entp.model import Transformer
 from entp.table import format_table
 from entp.tasks.addition import Addition
-from entp.tasks.counting import count3_next
+from entp.tasks.counting import Count3, count3_next
 from entp.theory.compiled import answers, count3
 from entp.training.checkpoint import load
 from entp.training.distributed import World
@@ -94,7 +93,7 @@ def patterns() -> str:
 def by_hand(seed: int, sequences: int = 128) -> str:
     """Count3 by weights that nobody trained: what full attention is good for, before anything is learned."""
     model = count3(64, ratio=4)
-    x = np.random.default_rng(seed).integers(0, 64, (sequences, 64))
+    x = Count3().rng(seed, "test", 0).integers(0, 64, (sequences, 64))
     right = [int((answers(model, x, mode) == count3_next(x)).sum()) for mode in ("entp", "decoder")]
     return (
         f"Count3 of 64 integers by weights set by hand ({model.config.layers} layers, width {model.config.width}): "

@@ -186,9 +186,9 @@ class BenchStepOptions:
     """Write the numbers to the section `step` of this JSON file as well, and draw its picture."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "length", "batch", "repeats")
-        _at_least(self, 0, "warmup")
-        _check_out(self.out)
+        at_least(self, 1, "length", "batch", "repeats")
+        at_least(self, 0, "warmup")
+        check_out(self.out)
         if self.contenders is not None:
             split_list(self.contenders, "contender", list(CONTENDERS))
         if self.shapes is not None:
@@ -224,9 +224,9 @@ class BenchGenerateOptions:
     """Write the numbers to the section `generate` of this JSON file as well, and draw its picture."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "batch", "prompt", "vocab", "repeats")
-        _at_least(self, 0, "warmup")
-        _check_out(self.out)
+        at_least(self, 1, "batch", "prompt", "vocab", "repeats")
+        at_least(self, 0, "warmup")
+        check_out(self.out)
         if self.total <= self.prompt:
             raise InputError(
                 f"--total is {self.total}: it must be above --prompt {self.prompt}, so that something is generated."
@@ -253,9 +253,9 @@ class BenchScalingOptions:
     """Write the numbers to the section `scaling` of this JSON file as well, and draw its picture."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "batch", "repeats")
-        _at_least(self, 0, "warmup")
-        _check_out(self.out)
+        at_least(self, 1, "batch", "repeats")
+        at_least(self, 0, "warmup")
+        check_out(self.out)
         self.numbers()
 
     def numbers(self) -> list[int]:
@@ -269,15 +269,15 @@ class BenchScalingOptions:
         return found
 
 
-def _at_least(options: Any, least: int, *names: str) -> None:
+def at_least(options: Any, least: int, *names: str) -> None:
     """InputError for the first named option that is given and too small."""
     for name in names:
         value = getattr(options, name)
         if value is not None and value < least:
-            raise InputError(f"--{name} is {value}: it must be at least {least}.")
+            raise InputError(f"--{name.replace('_', '-')} is {value}: it must be at least {least}.")
 
 
-def _check_out(out: Path | None) -> None:
+def check_out(out: Path | None) -> None:
     if out is None:
         return
     if not out.parent.is_dir():

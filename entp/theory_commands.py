@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from entp.errors import InputError
+from entp.options import at_least, check_out
 
+LONGEST = 4096
+"""Longest sequence on which compiled weights are tried."""
 ProgramName = Literal["count3", "count3-printed", "match3", "count2", "count3-cot"]
 
 
@@ -20,8 +23,10 @@ class StatementsOptions:
     out: Path | None = None
     """Write the table to this JSON file as well."""
 
+    def __post_init__(self) -> None:
+        check_out(self.out)
+
     def run(self) -> tuple[str, int]:
-        _check_folder(self.out)
         from entp.theory.statements import STATEMENTS, check_all, report
         from entp.training.metrics import Progress
 
@@ -71,6 +76,10 @@ class TradeoffOptions:
     out: Path = Path("count3-tradeoff.json")
     """JSON file for the numbers; they are drawn in a picture of the same name beside it."""
 
+    def __post_init__(self) -> None:
+        at_least(self, 0, "seed")
+        check_out(self.out)
+
     def run(self) -> tuple[str, int]:
         from entp.theory import tradeoff
 
@@ -78,7 +87,6 @@ class TradeoffOptions:
         if len(lengths) < 2 or self.n_max > tradeoff.LENGTHS[-1]:
             first, *_, last = tradeoff.LENGTHS[1:]
             raise InputError(f"--n-max is {self.n_max}: allowed are {first} to {last}, so that there is a growth to see.")
-        _check_folder(self.out)
         result = tradeoff.measure(lengths, self.seed)
         kept = _record(self.out, result, lambda path: tradeoff.draw(result, path))
         return f"{tradeoff.report(result)}{kept}", 0
@@ -100,9 +108,10 @@ class CompiledOptions:
     """Folder for the checkpoint: `entp evaluate` and `entp generate` take it."""
 
     def __post_init__(self) -> None:
-        for name in ("n_max", "ratio", "sequences"):
-            if getattr(self, name) < 1:
-                raise InputError(f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1.")
+        at_least(self, 1, "n_max", "ratio", "sequences")
+        at_least(self, 0, "seed")
+        if self.n_max > LONGEST:
+            raise InputError(f"--n-max is {self.n_max}: allowed are 1 to {LONGEST}, because attention takes n² numbers.")
 
     def run(self) -> tuple[str, int]:
         import numpy as np
@@ -111,7 +120,6 @@ class CompiledOptions:
         from entp.tasks.counting import count3_next
         from entp.theory.compiled import answers, count3
 
-        _check_folder(self.out)
         model = count3(self.n_max, self.ratio)
         rng, rows, wrong = np.random.default_rng(self.seed), [], 0
         for n in sorted({max(1, self.n_max // 4), max(1, self.n_max // 2), self.n_max}):
@@ -149,10 +157,12 @@ class ComplexityOptions:
     out: Path | None = None
     """Write the numbers to this JSON file as well."""
 
+    def __post_init__(self) -> None:
+        check_out(self.out)
+
     def run(self) -> tuple[str, int]:
         from entp.theory import complexity
 
-        _check_folder(self.out)
         result = complexity.measure()
         return f"{complexity.report(result)}{_record(self.out, result)}", 0
 
@@ -165,12 +175,6 @@ THEORY: dict[str, type] = {
     "complexity": ComplexityOptions,
 }
 """What `entp theory` can be asked for; statements if nothing is said."""
-
-
-def _check_folder(out: Path | None) -> None:
-    """A place that cannot be written to is an error before the work, not after it."""
-    if out is not None and not out.parent.is_dir():
-        raise InputError(f"--out {out}: there is no folder {out.parent}. Make it, or give another path.")
 
 
 def _record(out: Path | None, result: dict[str, Any], draw: Callable[[Path], None] | None = None) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from entp.engine import packed
-from entp.engine.budget import BUSY, memory_counts
+from entp.engine.budget import memory_counts
 from entp.engine.layout import Layout, Packing, pack, whole_sequences
 from entp.engine.triton.attention import prefix_attention
 from entp.engine.triton.embed import embed
@@ -71,23 +71,29 @@ def causal_hidden(model: Transformer, x: Tensor, free: int) -> Tensor:
     h = embed(model, x)
     rows = h.to(torch.promote_types(h.dtype, torch.float32)).flatten(0, 1)
     with torch.autocast(device, enabled=False):
-        out = causal_layers(blocks, rows, half or rows.dtype, packing, free)
+        keep = not memory_counts(model.config, packing.rows)
+        out = causal_layers(blocks, rows, half or rows.dtype, packing, free, keep)
     return out.view(h.shape)
 
 
-def causal_layers(blocks: list[Block], rows: Tensor, half: torch.dtype, packing: Layout, free: int) -> Tensor:
+def causal_layers(blocks: list[Block], rows: Tensor, half: torch.dtype, packing: Layout, free: int, keep: bool) -> Tensor:
     """All blocks of a decoder on the rows (N, D) of whole sequences."""
-    keep = rows.numel() * len(blocks) <= BUSY
     h, x = stream_start(rows, half), normed(rows, norm_of(blocks[0].norm_1), half)
-    y = x  # no product yet
-    for number, block in enumerate(blocks):
-        if number:
-            h, x = add_norm(h, y, blocks[number - 1].out.bias, norm_of(block.norm_1))
-        qkv, bias = norm_linear(x, block.qkv, block.norm_1, add=True)
-        y = linear(prefix_attention(qkv, bias, packing, block.heads, block.scale, free), block.proj.weight)
-        h, x = add_norm(h, y, block.proj.bias, norm_of(block.norm_2))
-        y = mlp(block, x, keep)
+    h, y = full_block(blocks[0], h, x, packing, keep, free)
+    for before, block in itertools.pairwise(blocks):
+        h, x = add_norm(h, y, before.out.bias, norm_of(block.norm_1))
+        h, y = full_block(block, h, x, packing, keep, free)
     return stream_end(h, y, blocks[-1].out.bias)
+
+
+def full_block(
+    block: Block, h: Stream, x: Tensor, packing: Layout, keep: bool, free: int | None = None
+) -> tuple[Stream, Tensor]:
+    """A block on every row, from the stream and its normed rows: the stream, and the product that has yet to be added to it."""
+    qkv, bias = norm_linear(x, block.qkv, block.norm_1, add=True)
+    y = linear(prefix_attention(qkv, bias, packing, block.heads, block.scale, free), block.proj.weight)
+    h, x = add_norm(h, y, block.proj.bias, norm_of(block.norm_2))
+    return h, mlp(block, x, keep)
 
 
 def first_layer(block: Block, h_BTD: Tensor, half: torch.dtype, packing: Packing, keep: bool) -> tuple[Stream, Tensor]:
@@ -119,10 +125,7 @@ def upper_layers(blocks: list[Block], h: Stream, y: Tensor, packing: Layout, kee
     """Blocks 2..L, from the stream after block 1 without its last product y: (M, D); keep: see mlp."""
     for before, block in itertools.pairwise(blocks[:-1]):
         h, x = add_norm(h, y, before.out.bias, norm_of(block.norm_1))
-        qkv, bias = norm_linear(x, block.qkv, block.norm_1, add=True)
-        y = linear(prefix_attention(qkv, bias, packing, block.heads, block.scale), block.proj.weight)
-        h, x = add_norm(h, y, block.proj.bias, norm_of(block.norm_2))
-        y = mlp(block, x, keep)
+        h, y = full_block(block, h, x, packing, keep)
     return last_layer(blocks[-1], *last_add_norm(h, y, blocks[-2].out.bias, norm_of(blocks[-1].norm_1), packing), packing)
 
 

@@ -149,7 +149,7 @@ class TrainConfig:
     max_seconds: float | None = None
     """Stop after so many seconds of training, evaluations included; a run that is resumed goes on counting."""
     impl: Impl = "auto"
-    """Engine for mode entp. In the other modes triton runs the kernels, anything else torch."""
+    """Engine; auto is the fastest that can run here. In the other modes than entp, reference and packed are torch's own."""
     token_budget: int | None = None
     """Most prefix tokens computed at once in mode entp; gradients of the parts add up. None: little memory first."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"

@@ -103,7 +103,7 @@ class Transformer(nn.Module):
 
         x: token ids (B, T), or vectors (B, T, input_dim). lengths: (B,) true lengths of rows padded on the right; outputs
         at padding are 0 and nothing depends on it. prefix: for mode prefix, an int or (B,). at, impl, token_budget: see
-        `entp.all_prefixes`; in the other modes `at` only selects, and impl is torch's own but for "triton".
+        `entp.all_prefixes`; in the other modes `at` only selects, and impl is "triton" or torch's own.
         """
         from entp.engine.api import all_prefixes, causal_hidden, check_inputs, select
 

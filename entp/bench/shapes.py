@@ -14,7 +14,7 @@ CONTENDERS: dict[str, tuple[Mode, Impl]] = {
     "reference": ("entp", "reference"),
     "packed": ("entp", "packed"),
     "triton": ("entp", "triton"),
-    "decoder": ("decoder", "auto"),
+    "decoder": ("decoder", "reference"),
     "decoder-triton": ("decoder", "triton"),
 }
 """Who takes part in `entp bench step`, by the short names of --contenders."""

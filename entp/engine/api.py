@@ -115,20 +115,20 @@ def all_prefixes(
 def causal_hidden(
     model: Transformer, x: Tensor, mode: str, *, lengths: Tensor | None, prefix: Tensor | int | None, impl: str
 ) -> Tensor:
-    """The last block's output (B, T, D) in mode decoder or prefix: by torch, or by the kernels if `impl` is triton."""
-    if impl not in IMPLS:
-        raise one_of("impl", impl, IMPLS)
-    if impl != "triton":
-        return model.hidden(x, mode, lengths=lengths, prefix=prefix)
-    choose(impl, x.device, model)  # works or says why not
+    """The last block's output (B, T, D) in mode decoder or prefix: by torch, or by the kernels; `auto` as in mode entp."""
     free = prefix if mode == "prefix" else 0
-    if lengths is not None or not isinstance(free, int) or (mode == "prefix" and free < 1):
+    takes = lengths is None and isinstance(free, int) and (mode == "decoder" or free >= 1)
+    if impl == "triton" and not takes:
+        choose(impl, x.device, model)  # works or says why not
         raise InputError(
             f"impl 'triton' in mode {mode} takes no padding, and in mode prefix one number from 1 on for all sequences "
             f"(got {prefix}): use impl='auto' for anything else."
         )
+    if choose(impl, x.device, model).impl != "triton" or not takes:
+        return model.hidden(x, mode, lengths=lengths, prefix=prefix)
     from entp.engine.triton import stack
 
+    assert isinstance(free, int)
     return stack.causal_hidden(model, x, free)
 
 

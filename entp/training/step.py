@@ -102,9 +102,10 @@ def _inputs(run: Run, model: Transformer, batch: Batch, device: torch.device, wo
 
 def _tables(run: Run, parts: list[Tensor], device: torch.device) -> list[object]:
     """The tables of all parts, made before a step is recorded."""
-    packings = [pack(part[trim(part)], device) for part in parts] if run.mode == "entp" else []
-    if run.mode != "entp" and run.train.impl == "triton":
-        packings = [whole_sequences(parts[0].shape[0], parts[0].shape[1], device)]
+    if run.mode == "entp":
+        packings = [pack(part[trim(part)], device) for part in parts]
+    else:
+        packings = [whole_sequences(part.shape[0], part.shape[1], device) for part in parts]
     return [positions_of(part, device) for part in parts] + [table for p in packings for table in (p, p.tables())]
 
 

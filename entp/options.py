@@ -142,8 +142,13 @@ class ReproduceOptions:
     """Runs at a time, each in a process of its own: for small models, which do not fill a GPU."""
     out: Path = Path("runs")
     """Folder for all recipes' runs."""
+    record: Path | None = None
+    """Add what came out to this file, which may hold arms from other machines; table and pictures are then of all of them."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:NUMBER."""
+
+    def __post_init__(self) -> None:
+        check_out(self.record, "--record")
 
 
 @dataclass(frozen=True)
@@ -277,10 +282,10 @@ def at_least(options: Any, least: int, *names: str) -> None:
             raise InputError(f"--{name.replace('_', '-')} is {value}: it must be at least {least}.")
 
 
-def check_out(out: Path | None) -> None:
+def check_out(out: Path | None, option: str = "--out") -> None:
     if out is None:
         return
     if not out.parent.is_dir():
-        raise InputError(f"--out {out} is in a folder that does not exist: make {out.parent} first.")
+        raise InputError(f"{option} {out} is in a folder that does not exist: make {out.parent} first.")
     if out.suffix != ".json":
-        raise InputError(f"--out {out} must end in .json: the picture beside it takes the same name with .png.")
+        raise InputError(f"{option} {out} must end in .json: the picture beside it takes the same name with .png.")

@@ -41,22 +41,37 @@ def run_folder(recipe: Recipe, label: str, run: Run, runs: Path) -> Path:
     return runs / recipe.name / f"{plain}-{config_hash(run)}"
 
 
-def reproduce(recipe: Recipe, runs: Path, *, device: str = "auto", only: str | None = None, jobs: int = 1) -> dict[str, Any]:
-    """Train the arms that are not finished (all, or `only` one), and write what came out. Returns the results."""
+def reproduce(
+    recipe: Recipe, runs: Path, *, device: str = "auto", only: str | None = None, jobs: int = 1, record: Path | None = None
+) -> dict[str, Any]:
+    """Train the arms that are not finished (all, or `only` one), and write what came out. Returns the results.
+
+    record: a results file that may hold runs of other machines. Those that are done in it are not trained again; what comes out
+        here is added to it, the picture of the curves is drawn beside it, and the results are all of it.
+    """
+    kept = read_results(recipe, record) if record is not None else {}
     if only is not None and only not in recipe.runs:
         raise one_of("arm", only, recipe.runs)
     if jobs < 1:
         raise InputError(f"--jobs is {jobs}: it must be at least 1.")
     folder = runs / recipe.name
     folder.mkdir(parents=True, exist_ok=True)
-    arms = recipe.arms(only)
+    done = {(label, seed) for (label, seed, _), run in kept.items() if run["status"] == "done"}
+    arms = [(label, run) for label, run in recipe.arms(only) if (label, run.seed) not in done]
     stopped = _side_by_side(recipe, arms, runs, device, jobs) if jobs > 1 else _one_by_one(recipe, arms, runs, device)
-    results = collect(recipe, runs)
-    write_file(folder / "results.json", json.dumps(results, indent=1).encode())
-    draw_curves(recipe, results, folder / "curves.png")
-    if recipe.picture is not None:
-        recipe.picture(results, folder / f"{recipe.name}.png")
+    results = collect(recipe, runs, kept)
+    _write(recipe, results, folder / "results.json", folder / "curves.png")
+    if record is not None:
+        _write(recipe, results, record, record.with_suffix(".png"))
     return {**results, "stopped_by": stopped}
+
+
+def _write(recipe: Recipe, results: dict[str, Any], path: Path, picture: Path) -> None:
+    """The numbers, the curves, and the recipe's own picture beside them."""
+    write_file(path, (json.dumps(results, indent=1) + "\n").encode())
+    draw_curves(recipe, results, picture)
+    if recipe.picture is not None:
+        recipe.picture(results, picture.with_name(f"{picture.stem}_{recipe.picture.__name__.removeprefix('draw_')}.png"))
 
 
 def _one_by_one(recipe: Recipe, arms: list[tuple[str, Run]], runs: Path, device: str) -> int | None:
@@ -133,17 +148,42 @@ def measure_best(recipe: Recipe, run: Run, folder: Path, device: str) -> None:
     write_file(path, (json.dumps(found) + "\n").encode())
 
 
-def collect(recipe: Recipe, runs: Path) -> dict[str, Any]:
-    """What the run folders hold, beside the paper's values; an arm without an evaluation is `not run`."""
-    arms = {label: _arm(recipe, label, runs) for label in recipe.runs}
+Kept = dict[tuple[str, int, str], dict[str, Any]]
+"""Recorded runs by label, seed and hash of their configuration."""
+
+
+def read_results(recipe: Recipe, path: Path) -> Kept:
+    """The runs in a results file of this recipe; none where there is no file yet."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+        arms = found["arms"] if found["recipe"] == recipe.name else {}
+        kept = {(label, run["seed"], run["config"]): run for label, arm in arms.items() for run in arm.get("runs", [])}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} is not a file of results ({error}): give another name, or remove it.") from None
+    if found["recipe"] != recipe.name:
+        raise InputError(f"{path} holds results of {found['recipe']}, not of {recipe.name}: give another name.")
+    current = {(label, run.seed, config_hash(run)) for label, run in recipe.arms()}
+    for label, seed, config in kept.keys() - current:
+        print(f"{path}: {label}, seed {seed} ({config}) has other settings than now, and is left out.", file=sys.stderr)
+    return {key: run for key, run in kept.items() if key in current}
+
+
+def collect(recipe: Recipe, runs: Path, kept: Kept | None = None) -> dict[str, Any]:
+    """What the run folders hold, or was kept, beside the paper's values; an arm without an evaluation is `not run`."""
+    arms = {label: _arm(recipe, label, runs, kept or {}) for label in recipe.runs}
     missing = {label: {"status": "not run", "why": why} for label, why in recipe.missing.items()}
     return {"recipe": recipe.name, "title": recipe.title, "question": recipe.question, "arms": {**arms, **missing}}
 
 
-def _arm(recipe: Recipe, label: str, runs: Path) -> dict[str, Any]:
+def _arm(recipe: Recipe, label: str, runs: Path, kept: Kept) -> dict[str, Any]:
     """An arm over its seeds: means of the best evaluations, fresh sequences added up."""
     paper = {m: dataclasses.asdict(v) for m, v in recipe.paper.get(label, {}).items()}
-    found = [_one_run(recipe, label, run, runs) for _, run in recipe.arms(label)]
+    found = [
+        _further(_one_run(recipe, label, run, runs), kept.get((label, run.seed, config_hash(run))))
+        for _, run in recipe.arms(label)
+    ]
     ran = [one for one in found if one is not None]
     if not ran:
         return {"status": "not run", "paper": paper}
@@ -160,6 +200,11 @@ def _arm(recipe: Recipe, label: str, runs: Path) -> dict[str, Any]:
         "seeds": [one["seed"] for one in ran],
         "runs": ran,
     }
+
+
+def _further(here: dict[str, Any] | None, kept: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The run that came further."""
+    return kept if here is None or (kept is not None and kept["steps"] > here["steps"]) else here
 
 
 def _one_run(recipe: Recipe, label: str, run: Run, runs: Path) -> dict[str, Any] | None:
@@ -184,6 +229,7 @@ def _one_run(recipe: Recipe, label: str, run: Run, runs: Path) -> dict[str, Any]
         "seconds": last["seconds"],
         "curve": _curve(evaluations, steps, recipe.metrics),
         "config": config_hash(run),
+        "settings": json.loads((folder / "config.json").read_text()),
         "environment": json.loads((folder / "environment.json").read_text()),
     }
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from small_runs import entp
 
+from entp.config import config_hash
 from entp.experiments import RECIPES
 from entp.experiments.count3 import PAPER_ARMS
 from entp.experiments.paper_curves import COUNT3
 from entp.experiments.recipe import find_recipe
-from entp.experiments.reproduce import collect, reproduce, results_table, run_folder
+from entp.experiments.reproduce import collect, read_results, reproduce, results_table, run_folder
 from entp.training.checkpoint import load
 from entp.training.evaluation import evaluate
 
@@ -96,7 +97,7 @@ def test_arms_side_by_side_are_the_arms_one_by_one(tmp_path: Path) -> None:
         first, second = (arms[label]["runs"][0] for arms in found)
         assert first["final"] == second["final"]
         assert [r["loss"] for r in first["curve"]] == [r["loss"] for r in second["curve"]]
-    assert (tmp_path / "one/count3-depth-tiny/count3-depth-tiny.png").stat().st_size > 10_000
+    assert (tmp_path / "one/count3-depth-tiny/curves_depth.png").stat().st_size > 10_000
 
 
 def test_several_seeds_and_what_they_did_on_fresh_sequences(tmp_path: Path) -> None:
@@ -156,3 +157,52 @@ def test_depth_asks_for_all_lengths_and_depths() -> None:
     assert len(runs) == 5 * 8
     assert {run.train.max_seconds for run in runs.values()} == {60.0}
     assert {(run.model.width, run.optim.decay) for run in runs.values()} == {(192, "seconds")}
+
+
+def test_a_record_gathers_arms_of_several_machines(tmp_path: Path) -> None:
+    """Two folders stand for two machines: the second does what the first has not done, and the file holds both."""
+    args = ("reproduce", "count3", "--tiny", "--device=cpu", "--record=all.json")
+    first = entp(*args, "--out=one", "--only=ENTP medium", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    alone = json.loads((tmp_path / "all.json").read_text())["arms"]
+    assert {label for label, arm in alone.items() if arm["status"] == "done"} == {"ENTP medium"}
+    second = entp(*args, "--out=two", cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert "ENTP medium, seed" not in second.stderr
+    assert not list((tmp_path / "two").glob("count3-tiny/ENTP-medium-[0-9a-f]*"))
+    both = json.loads((tmp_path / "all.json").read_text())["arms"]
+    assert both["ENTP medium"] == alone["ENTP medium"]
+    assert {label for label, arm in both.items() if arm["status"] == "done"} == set(find_recipe("count3").tiny().runs)
+    assert (tmp_path / "all.png").stat().st_size > 10_000
+    assert both["ENTP medium"]["runs"][0]["settings"]["steps"] == 60
+
+
+def test_runs_with_other_settings_are_not_taken_for_these(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = find_recipe("count3").tiny()
+    label = "ENTP medium"
+    path = tmp_path / "all.json"
+    reproduce(recipe, tmp_path, device="cpu", only=label, record=path)
+    assert [key[0] for key in read_results(recipe, path)] == [label]
+    path.write_text(path.read_text().replace(config_hash(recipe.runs[label]), "0123456789"))
+    assert read_results(recipe, path) == {}
+    assert f"{label}, seed 0 (0123456789) has other settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("{", "is not a file of results"),
+        ("[]", "is not a file of results"),
+        ('{"recipe": "match3", "arms": {}}', "of match3, not"),
+    ],
+)
+def test_a_record_that_is_something_else_is_left_alone(content: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "all.json").write_text(content)
+    done = entp("reproduce", "count3", "--tiny", "--device=cpu", "--record=all.json", cwd=tmp_path)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "all.json").read_text() == content
+    missing = entp("reproduce", "count3", "--tiny", "--record=nowhere/all.json", cwd=tmp_path)
+    assert missing.returncode == 2
+    assert "nowhere" in missing.stderr

@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from entp.config import Run, config_hash
+from entp.config import Run, config_hash, run_from_json
 from entp.errors import InputError, one_of
 from entp.experiments.pictures import draw_curves
 from entp.experiments.recipe import Recipe, find_recipe
@@ -56,7 +56,7 @@ def reproduce(
         raise InputError(f"--jobs is {jobs}: it must be at least 1.")
     folder = runs / recipe.name
     folder.mkdir(parents=True, exist_ok=True)
-    done = {(label, seed) for (label, seed, _), run in kept.items() if run["status"] == "done"}
+    done = {key for key, run in kept.items() if run["status"] == "done"}
     arms = [(label, run) for label, run in recipe.arms(only) if (label, run.seed) not in done]
     stopped = _side_by_side(recipe, arms, runs, device, jobs) if jobs > 1 else _one_by_one(recipe, arms, runs, device)
     results = collect(recipe, runs, kept)
@@ -148,8 +148,8 @@ def measure_best(recipe: Recipe, run: Run, folder: Path, device: str) -> None:
     write_file(path, (json.dumps(found) + "\n").encode())
 
 
-Kept = dict[tuple[str, int, str], dict[str, Any]]
-"""Recorded runs by label, seed and hash of their configuration."""
+Kept = dict[tuple[str, int], dict[str, Any]]
+"""Recorded runs by label and seed."""
 
 
 def read_results(recipe: Recipe, path: Path) -> Kept:
@@ -159,15 +159,16 @@ def read_results(recipe: Recipe, path: Path) -> Kept:
     try:
         found = json.loads(path.read_text())
         arms = found["arms"] if found["recipe"] == recipe.name else {}
-        kept = {(label, run["seed"], run["config"]): run for label, arm in arms.items() for run in arm.get("runs", [])}
+        kept = {(label, run["seed"]): run for label, arm in arms.items() for run in arm.get("runs", [])}
+        same = {key: config_hash(run_from_json(run["settings"], str(path))) for key, run in kept.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is not a file of results ({error}): give another name, or remove it.") from None
     if found["recipe"] != recipe.name:
         raise InputError(f"{path} holds results of {found['recipe']}, not of {recipe.name}: give another name.")
-    current = {(label, run.seed, config_hash(run)) for label, run in recipe.arms()}
-    for label, seed, config in kept.keys() - current:
-        print(f"{path}: {label}, seed {seed} ({config}) has other settings than now, and is left out.", file=sys.stderr)
-    return {key: run for key, run in kept.items() if key in current}
+    current = {(label, run.seed): config_hash(run) for label, run in recipe.arms()}
+    for label, seed in (key for key in kept if same[key] != current.get(key)):
+        print(f"{path}: {label}, seed {seed} has other settings than now, and is left out.", file=sys.stderr)
+    return {key: run for key, run in kept.items() if same[key] == current.get(key)}
 
 
 def collect(recipe: Recipe, runs: Path, kept: Kept | None = None) -> dict[str, Any]:
@@ -180,10 +181,7 @@ def collect(recipe: Recipe, runs: Path, kept: Kept | None = None) -> dict[str, A
 def _arm(recipe: Recipe, label: str, runs: Path, kept: Kept) -> dict[str, Any]:
     """An arm over its seeds: means of the best evaluations, fresh sequences added up."""
     paper = {m: dataclasses.asdict(v) for m, v in recipe.paper.get(label, {}).items()}
-    found = [
-        _further(_one_run(recipe, label, run, runs), kept.get((label, run.seed, config_hash(run))))
-        for _, run in recipe.arms(label)
-    ]
+    found = [_further(_one_run(recipe, label, run, runs), kept.get((label, run.seed))) for _, run in recipe.arms(label)]
     ran = [one for one in found if one is not None]
     if not ran:
         return {"status": "not run", "paper": paper}

@@ -53,16 +53,21 @@ def evaluate(
     run: Run,
     *,
     split: Split = "valid",
-    batches: int | None = None,
+    batches: int | Iterable[Batch] | None = None,
     seed: int | None = None,
     device: torch.device | str = "cpu",
     world: World | None = None,
 ) -> dict[str, float]:
-    """Mean loss per target and the task's accuracies over `batches` batches of `split`, and n, the number of sequences."""
+    """Mean loss per target and the task's accuracies over `batches` batches of `split`, and n, the number of sequences.
+
+    batches: how many, or the batches themselves (split and seed then do not matter).
+    """
     world = world or World()
     device = torch.device(device)
     totals = torch.zeros(5, dtype=torch.float64, device=device)
-    for batch in some_batches(run, split, run.train.eval_batches if batches is None else batches, seed):
+    if batches is None or isinstance(batches, int):
+        batches = some_batches(run, split, run.train.eval_batches if batches is None else batches, seed)
+    for batch in batches:
         totals += _batch_totals(model, run, batch.part(world.rank, world.size), device)
     loss, right, asked, right_sequences, sequences = world.add_up(totals).tolist()
     values = {"loss": loss / asked}

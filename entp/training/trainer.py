@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +21,11 @@ from torch import Tensor
 from entp.config import Run
 from entp.errors import InputError
 from entp.model import Transformer
+from entp.tasks.ahead import batches_ahead, processes_for
 from entp.tasks.base import Batch
 from entp.training import checkpoint
 from entp.training.distributed import World, join
-from entp.training.evaluation import evaluate
+from entp.training.evaluation import evaluate, some_batches
 from entp.training.folder import check_folder, prepare_folder
 from entp.training.metrics import MetricsFile, Progress, read_metrics
 from entp.training.optim import make_optimizers
@@ -108,13 +108,14 @@ class Loop:
         self.step = Stepper(run, state, device, world)
         self.watch = LossWatch(run, device)
         self.values = _last_evaluation(out, state.step)
+        self.valid: list[Batch] = []
         self.rate = 0.0
 
     def go(self) -> Result:
         run, state, every = self.run, self.state, self.run.train
         reason, mark = "", time.perf_counter()
         late = self.late(state.seconds)
-        for batch in () if late else _batches(run, state.step):
+        for batch in () if late else _batches(run, state.step, self.device):
             late = self.late(state.seconds + time.perf_counter() - mark)
             alone = self.world.size == 1  # several processes have to stop together: whoever is late tells the others
             self.rate = rate_of(run, state)
@@ -157,7 +158,8 @@ class Loop:
         """Evaluate, keep the best weights, and say whether the target is reached."""
         self.watch.check()
         state = self.state
-        self.values = evaluate(state.model, self.run, device=self.device, world=self.world)
+        self.valid = self.valid or list(some_batches(self.run, "valid", self.run.train.eval_batches))
+        self.values = evaluate(state.model, self.run, batches=self.valid, device=self.device, world=self.world)
         better = _is_better(self.run, self.values, state.best)
         if better:
             state.best = {**self.values, "step": state.step}
@@ -175,15 +177,10 @@ class Loop:
             checkpoint.save_checkpoint(self.out, self.state.step, self.state.model, self.run, self.state.save())
 
 
-def _batches(run: Run, start: int) -> Iterator[Batch]:
-    """The batches of steps start, start + 1, ..., each made while the one before it is used."""
-    with ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(run.task.batch, run.seed, "train", start, run.batch)
-        for step in range(start, run.steps):
-            batch = ahead.result()
-            if step + 1 < run.steps:
-                ahead = pool.submit(run.task.batch, run.seed, "train", step + 1, run.batch)
-            yield batch
+def _batches(run: Run, start: int, device: torch.device) -> Iterator[Batch]:
+    """The batches of steps start, start + 1, ..., made ahead of them."""
+    processes = processes_for(run.task, run.seed, run.batch) if device.type == "cuda" else 0
+    return batches_ahead(run.task, run.seed, run.batch, range(start, run.steps), processes)
 
 
 def _last_evaluation(out: Path, step: int) -> dict[str, float]:

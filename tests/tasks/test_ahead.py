@@ -1,0 +1,136 @@
+"""Batches made ahead are the task's own, whoever makes them and whatever happens to whoever makes them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from entp.tasks import ahead
+from entp.tasks.ahead import CHUNK, Worker, batches_ahead, processes_for
+from entp.tasks.base import Batch, Split
+from entp.tasks.counting import Count3
+
+TASK = Count3(seed_length=4, length=10, values=10)
+
+
+@dataclass(frozen=True)
+class Slow(Count3):
+    """Count3 whose batches take their time, until one of them fails."""
+
+    fails_at: int = 10**9
+
+    def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
+        time.sleep(3e-3)
+        if step >= self.fails_at:
+            raise ValueError(f"no batch {step}")
+        return super().batch(seed, split, step, size)
+
+
+def same(batch: Batch, step: int) -> bool:
+    wanted = TASK.batch(5, "train", step, 6)
+    return np.array_equal(batch.x, wanted.x) and np.array_equal(batch.y, wanted.y)
+
+
+@pytest.mark.parametrize("processes", [0, 1, 3])
+@pytest.mark.parametrize(
+    "steps",
+    [range(0), range(7, 8), range(2, 2 + CHUNK), range(3, 3 + 11 * CHUNK + 5)],
+    ids=["none", "one", "a chunk", "many"],
+)
+def test_the_batches_are_the_tasks_in_order(processes: int, steps: range) -> None:
+    found = list(batches_ahead(TASK, 5, 6, steps, processes))
+    assert len(found) == len(steps)
+    assert all(same(batch, step) for batch, step in zip(found, steps, strict=True))
+
+
+def test_a_dead_process_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Worker] = []
+
+    class Seen(Worker):
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args)  # type: ignore[arg-type]
+            started.append(self)
+
+    monkeypatch.setattr(ahead, "Worker", Seen)
+    steps = range(12 * CHUNK)
+    stream = batches_ahead(TASK, 5, 6, steps, 2)
+    found = [next(stream) for _ in range(CHUNK + 1)]
+    os.kill(started[0].process.pid, signal.SIGKILL)
+    found += stream
+    assert all(same(batch, step) for batch, step in zip(found, steps, strict=True))
+    assert [worker.process.poll() for worker in started] == [-signal.SIGKILL, 0]
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_an_error_of_the_task_reaches_the_caller(processes: int) -> None:
+    stream = batches_ahead(Slow(fails_at=CHUNK + 2), 0, 2, range(100), processes)
+    with pytest.raises(ValueError, match=f"no batch {CHUNK + 2}"):
+        list(stream)
+
+
+def test_stopping_early_ends_the_processes() -> None:
+    before = set(children(os.getpid()))
+    stream = batches_ahead(TASK, 5, 6, range(10**7), 2)
+    next(stream)
+    assert len(set(children(os.getpid())) - before) == 2
+    stream.close()  # type: ignore[attr-defined]
+    assert not set(children(os.getpid())) - before
+
+
+SCRIPT = """
+from entp.tasks.ahead import batches_ahead
+from entp.tasks.counting import Count3
+stream = batches_ahead(Count3(), 0, 8, range(10**7), 2)
+for n, batch in enumerate(stream):
+    if n == 20:
+        print("going", flush=True)
+"""
+
+
+def test_processes_end_with_whoever_started_them(tmp_path: Path) -> None:
+    """A script without `if __name__ == "__main__"`, killed: its processes notice, and end."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as script:
+        assert script.stdout is not None
+        assert script.stdout.readline() == "going\n"
+        helpers = children(script.pid)
+        assert len(helpers) == 2
+        script.kill()
+    end = time.monotonic() + 20
+    while any(alive(pid) for pid in helpers) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not any(alive(pid) for pid in helpers)
+
+
+def test_processes_are_used_where_batches_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 32)
+    assert processes_for(Slow(), 0, 2) >= 7
+    assert processes_for(Slow(), 0, 2) <= ahead.MOST
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert processes_for(Slow(), 0, 2) == 0
+    monkeypatch.setattr(os, "cpu_count", lambda: 32)
+    monkeypatch.setattr(Slow, "__module__", "__main__")
+    assert processes_for(Slow(), 0, 2) == 0
+
+
+def children(pid: int) -> list[int]:
+    """Processes that this one started, as Linux tells it."""
+    if not Path("/proc/self/task").exists():
+        pytest.skip("needs /proc")
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False

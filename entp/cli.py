@@ -1,4 +1,4 @@
-"""The command line: `entp demo | train | evaluate | generate | reproduce | bench | theory | tasks`.
+"""The command line: `entp demo | train | evaluate | generate | export | reproduce | bench | theory | tasks`.
 
 Options come from dataclasses through tyro. What a user got wrong is one sentence on standard error and exit code 2.
 Heavy imports stay inside the commands, so that `entp --help` answers at once.
@@ -6,16 +6,14 @@ Heavy imports stay inside the commands, so that `entp --help` answers at once.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
-import io
 import json
 import os
 import re
 import sys
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from entp import __version__
 from entp.config import Run, run_from_json
@@ -26,22 +24,23 @@ from entp.options import (
     BenchStepOptions,
     DemoOptions,
     EvaluateOptions,
+    ExportOptions,
     GenerateOptions,
     ReproduceOptions,
     TrainOptions,
 )
+from entp.parsing import name_of, parse
 from entp.tasks.base import TASKS, Task, task_class
 
-Options = TypeVar("Options")
 BENCHES: dict[str, type] = {"step": BenchStepOptions, "generate": BenchGenerateOptions, "scaling": BenchScalingOptions}
 """The benchmarks: each is the module entp.bench.NAME with `bench(options)` and `report(section)`."""
 
 
 def train_command(args: list[str]) -> int:
     """train TASK: train a model"""
-    cls = _task_class(_name(args, "task", TASKS, "train"))
+    cls = _task_class(name_of(args, "task", TASKS, "train"))
     saved = _saved_run(args[1:])
-    options = _parse(TrainOptions[cls], args[1:], f"entp train {args[0]}", _defaults(cls, saved))  # type: ignore[valid-type]
+    options = parse(TrainOptions[cls], args[1:], f"entp train {args[0]}", _defaults(cls, saved))  # type: ignore[valid-type]
     run = options.run(saved)
     out = options.out or Path("runs") / f"{run.task.name}-{run.mode}"
     from entp.training.trainer import announce, train
@@ -54,8 +53,8 @@ def train_command(args: list[str]) -> int:
 
 def evaluate_command(args: list[str]) -> int:
     """evaluate RUN: measure a trained run on fresh sequences"""
-    folder = _name(args, "run folder", [], "evaluate")
-    options = _parse(EvaluateOptions, args[1:], f"entp evaluate {folder}")
+    folder = name_of(args, "run folder", [], "evaluate")
+    options = parse(EvaluateOptions, args[1:], f"entp evaluate {folder}")
     model, run, device = _open_run(folder, options.which, options.device, options.task)
     run = dataclasses.replace(run, train=dataclasses.replace(run.train, impl=options.impl))
     from entp.intervals import wilson
@@ -85,8 +84,8 @@ def evaluate_command(args: list[str]) -> int:
 
 def generate_command(args: list[str]) -> int:
     """generate RUN: continue prompts"""
-    folder = _name(args, "run folder", [], "generate")
-    options = _parse(GenerateOptions, args[1:], f"entp generate {folder}")
+    folder = name_of(args, "run folder", [], "generate")
+    options = parse(GenerateOptions, args[1:], f"entp generate {folder}")
     model, run, _ = _open_run(folder, options.which, options.device, options.task)
     from entp.engine.generate import generate
 
@@ -111,12 +110,27 @@ def generate_command(args: list[str]) -> int:
     return 0
 
 
+def export_command(args: list[str]) -> int:
+    """export RUN: save a trained model as a small folder"""
+    folder = name_of(args, "run folder", [], "export")
+    options = parse(ExportOptions, args[1:], f"entp export {folder}")
+    from entp.training.distributed import World, pick_device
+    from entp.training.export import export
+
+    where = pick_device(options.device, World())
+    made = export(Path(folder), options.out, which=options.which, dtype=options.dtype, fresh=options.fresh, device=where)
+    size = (options.out / "model.safetensors").stat().st_size
+    found = "  ".join(f"{name} {value:.4g}" for name, value in made["fresh"].items() if isinstance(value, float))
+    print(f"{options.out}: {made['weights']}, {size / 1e6:.2f} MB. On {made['fresh']['n']} fresh sequences: {found}")
+    return 0
+
+
 def reproduce_command(args: list[str]) -> int:
     """reproduce RECIPE: a figure or table of the paper"""
     from entp.experiments import RECIPES
 
-    name = _name(args, "recipe", RECIPES, "reproduce")
-    options = _parse(ReproduceOptions, args[1:], f"entp reproduce {name}")
+    name = name_of(args, "recipe", RECIPES, "reproduce")
+    options = parse(ReproduceOptions, args[1:], f"entp reproduce {name}")
     from entp.experiments.recipe import find_recipe
     from entp.experiments.reproduce import reproduce, results_table
 
@@ -138,7 +152,7 @@ def bench_command(args: list[str]) -> int:
     what = args[0] if args and not args[0].startswith("-") else "step"
     if what not in BENCHES:
         raise one_of("benchmark", what, BENCHES)
-    options: Any = _parse(BENCHES[what], args[1:] if args[:1] == [what] else args, f"entp bench {what}")
+    options: Any = parse(BENCHES[what], args[1:] if args[:1] == [what] else args, f"entp bench {what}")
     from entp.bench import record
 
     out = options.out
@@ -171,7 +185,7 @@ def theory_command(args: list[str]) -> int:
     rest = args[1:] if args[:1] == [what] else args
     if what == "rasp" and rest and not rest[0].startswith("-"):
         rest = ["--program", *rest]
-    options: Any = _parse(THEORY[what], rest, f"entp theory {what}")
+    options: Any = parse(THEORY[what], rest, f"entp theory {what}")
     text, code = options.run()
     print(text)
     return code
@@ -179,7 +193,7 @@ def theory_command(args: list[str]) -> int:
 
 def demo_command(args: list[str]) -> int:
     """demo: ENTP and a decoder side by side, live"""
-    options = _parse(DemoOptions, args, "entp demo")
+    options = parse(DemoOptions, args, "entp demo")
     from entp.demo import demo
 
     demo(options.out, options.seed, options.steps)
@@ -189,7 +203,7 @@ def demo_command(args: list[str]) -> int:
 def tasks_command(args: list[str]) -> int:
     """tasks [TASK]: list the tasks, or draw an example of one"""
     if args and args[0] not in ("-h", "--help"):
-        task = _parse(_task_class(args[0]), args[1:], f"entp tasks {args[0]}")
+        task = parse(_task_class(args[0]), args[1:], f"entp tasks {args[0]}")
         print(f"{task.name}: {task.about}\n\n{task.draw()}\n\nentp train {args[0]} takes:")
         for f in dataclasses.fields(task):
             print(f"  --task.{f.name.replace('_', '-')} {getattr(task, f.name)}")
@@ -204,6 +218,7 @@ COMMANDS = {
     "train": train_command,
     "evaluate": evaluate_command,
     "generate": generate_command,
+    "export": export_command,
     "reproduce": reproduce_command,
     "bench": bench_command,
     "theory": theory_command,
@@ -259,47 +274,11 @@ def _help() -> str:
     )
 
 
-def _name(args: list[str], what: str, allowed: Any, command: str) -> str:
-    """The word after the command; its absence is an error that lists what could stand there."""
-    if args and not args[0].startswith("-"):
-        return args[0]
-    choices = f": allowed are {', '.join(allowed)}" if allowed else ""
-    if args and args[0] in ("-h", "--help"):
-        print(f"usage: entp {command} {what.upper().replace(' ', '_')} [OPTIONS]{choices}")
-        raise SystemExit(0)
-    raise InputError(f"entp {command} needs a {what}{choices}.")
-
-
 def _task_class(name: str) -> type[Task]:
     """The class of a task; one of your own may lie in the current folder."""
     if ":" in name and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     return task_class(name)
-
-
-def _parse(kind: type[Options], args: list[str], program: str, default: Options | None = None) -> Options:
-    """Options from words, by tyro; its complaints become one sentence."""
-    import tyro
-
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            return tyro.cli(kind, args=args, prog=program, default=tyro.MISSING_NONPROP if default is None else default)
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
-        raise InputError(_one_sentence(complaint.getvalue(), program)) from None
-
-
-def _one_sentence(box: str, program: str) -> str:
-    """The text inside tyro's box on one line: the complaint, and what it thinks was meant."""
-    lines = [re.sub(r"[│╭╮╰╯─]+|-{3,}", "", line).strip() for line in box.splitlines()]
-    text = " ".join(line for line in lines[1:] if line)
-    text = text.partition("For full helptext")[0]
-    text = re.sub(r"^Error parsing \S+: ", "", text)
-    text = re.sub(r" Argument helptext:", " Expected", text).strip()
-    text = text.rstrip(".")
-    return f"{text}{'' if text.endswith('?') else '.'} See {program} --help."
 
 
 def _saved_run(args: list[str]) -> Run | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,16 @@ from entp.config import MODES, Mode, OptimConfig, Run, TrainConfig, model_for
 from entp.engine.generate import generate
 from entp.intervals import wilson
 from entp.model import Transformer
+from entp.pretrained import names
 from entp.table import format_table
 from entp.tasks.addition import Addition
+from entp.tasks.base import Task
 from entp.tasks.counting import Count3, count3_next
 from entp.theory.compiled import answers, count3
-from entp.training.checkpoint import load
+from entp.training.checkpoint import load, load_run
 from entp.training.distributed import World
-from entp.training.evaluation import evaluate
+from entp.training.evaluation import evaluate, fresh_batches
+from entp.training.export import measured
 from entp.training.metrics import read_metrics
 from entp.training.optim import make_optimizers
 from entp.training.step import State, train_step
@@ -70,6 +73,8 @@ def demo(out: Path, seed: int = 0, steps: int = 1500) -> dict[str, Any]:
     started = time.perf_counter()
     print(patterns())
     print("\n" + by_hand(seed))
+    if names():
+        print("\n" + shipped(seed))
     sides = [_train_side(label, demo_run(mode, seed, steps), out / label.lower()) for label, mode in SIDES.items()]
     print("\n" + comparison(sides))
     print("\n" + examples(sides, seed))
@@ -99,6 +104,21 @@ def by_hand(seed: int, sequences: int = 128) -> str:
         f"Count3 of 64 integers by weights set by hand ({model.config.layers} layers, width {model.config.width}): "
         f"{right[0]} of {sequences} right as an encoder, {right[1]} under a causal mask (entp theory compiled)"
     )
+
+
+def shipped(seed: int, sequences: int = 256) -> str:
+    """The trained models that come with entp, on sequences made now."""
+    rows = []
+    for name in names():
+        model, run = load(name), load_run(name)
+        fresh = replace(run, seed=seed, batch=min(sequences, run.batch))
+        found = measured(model, fresh, fresh_batches(fresh, sequences), "cpu")
+        low, high = found["sequence_accuracy_interval"]
+        size = f"{run.model.layers} layers, width {run.model.width}"
+        share = f"{found['sequence_accuracy']:.1%} ({low:.1%}..{high:.1%})"
+        rows.append([name, run.mode, size, _settings(run.task), f"{found['token_accuracy']:.1%}", share])
+    head = ["trained before", "mode", "size", "task", "integers right", f"whole sequences right, of {found['n']}"]
+    return format_table(head, rows)
 
 
 def comparison(sides: list[Side]) -> str:
@@ -180,6 +200,11 @@ def _draw_patterns(figure: Any, time: int = 6) -> None:
         row[1].set_title("ENTP: each prediction from scratch" if mode == "entp" else "decoder: causal mask", fontsize=8)
     figure.supxlabel("keys", fontsize=8)
     figure.supylabel("queries", fontsize=8)
+
+
+def _settings(task: Task) -> str:
+    """A task with its settings, on a line."""
+    return f"{task.name} ({', '.join(f'{f.name} {getattr(task, f.name)}' for f in fields(task))})"
 
 
 def _train_side(label: str, run: Run, folder: Path) -> Side:

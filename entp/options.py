@@ -131,6 +131,22 @@ class GenerateOptions:
 
 
 @dataclass(frozen=True)
+class ExportOptions:
+    """Save a trained model as a small folder that `entp.load` reads, with how it was made and what it does."""
+
+    out: Path
+    """New folder for the model."""
+    which: Literal["best", "last"] = "best"
+    """Which checkpoint of a run folder."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """What the weights are rounded to, before they are measured."""
+    fresh: int = 10_000
+    """Sequences to measure it on, none of which it has seen."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:NUMBER."""
+
+
+@dataclass(frozen=True)
 class ReproduceOptions:
     """Train what a figure or table of the paper needs and print paper | ours. Run again to continue."""
 

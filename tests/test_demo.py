@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from entp.demo import demo, demo_run
+from entp import pretrained
+from entp.config import Run, model_for
+from entp.demo import demo, demo_run, shipped
 from entp.intervals import wilson
+from entp.model import Transformer
 from entp.table import format_table
+from entp.tasks.counting import Count3
+from entp.theory import compiled
+from entp.training.checkpoint import save_model
 
 
 def test_demo_compares_generates_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,6 +28,19 @@ def test_demo_compares_generates_and_draws(tmp_path: Path, capsys: pytest.Captur
     assert re.search(r"128 of 128 right as an encoder, \d under a causal mask", printed)
     assert (tmp_path / "demo/demo.png").stat().st_size > 10_000
     demo(tmp_path / "demo", steps=12)  # again, over the old folder
+
+
+def test_the_models_that_come_with_entp_are_tested_on_new_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was set by hand and has no error, one that was never trained: the table tells them apart."""
+    task = Count3(seed_length=4, length=12, values=12)
+    by_hand = compiled.count3(12, ratio=3)
+    runs = {"good": Run(task, by_hand.config, batch=32), "new": Run(task, model_for(task, "small", layers=1), batch=32)}
+    models = {"good": by_hand, "new": Transformer(runs["new"].model)}
+    for name, run in runs.items():
+        save_model(models[name], tmp_path / name, run)
+    monkeypatch.setattr(pretrained, "HERE", tmp_path)
+    first, second = (re.findall(r"^(good|new) .*?([\d.]+)% \(", line)[0] for line in shipped(3, 64).splitlines()[2:])
+    assert (first, second) == (("good", "100.0"), ("new", "0.0"))
 
 
 def test_both_sides_differ_in_the_mode_only() -> None:

@@ -13,14 +13,14 @@ import entp
 
 ROOT = Path(entp.__file__).parent
 LEVELS = [
-    {"errors", "intervals", "table"},
+    {"errors", "intervals", "table", "pretrained"},
     {"tasks", "config"},
     {"attention", "model"},
     {"engine"},
     {"training", "theory", "hf"},
     {"experiments"},
     {"report"},
-    {"options", "demo", "bench", "theory_commands", "cli"},
+    {"parsing", "options", "demo", "bench", "theory_commands", "cli"},
 ]
 """Parts of the package, lowest first: a module imports from its own level and from those before it."""
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}

@@ -13,7 +13,6 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -25,7 +24,6 @@ from entp.experiments.pictures import draw_curves
 from entp.experiments.recipe import Recipe, find_recipe
 from entp.intervals import wilson
 from entp.table import format_table
-from entp.tasks.base import Batch
 from entp.training.checkpoint import find, load, write_file
 from entp.training.metrics import read_metrics
 from entp.training.trainer import train
@@ -126,24 +124,19 @@ def carry_out(recipe: Recipe, label: str, run: Run, runs: Path, device: str, qui
 def measure_best(recipe: Recipe, run: Run, folder: Path, device: str) -> None:
     """final.json: the best weights of a run on fresh sequences, unless it is there for these weights already."""
     from entp.training.distributed import World, pick_device
-    from entp.training.evaluation import accuracy_by_length, evaluate, generated_right, some_batches
+    from entp.training.evaluation import accuracy_by_length, evaluate, fresh_batches, generated_right
 
     best, path = find(folder), folder / FINAL
     if path.is_file() and json.loads(path.read_text()).get("weights") == best.name:
         return
     where = pick_device(device, World())
     model = load(folder, device=where)
-    seed = 2**32 - 1 - run.seed  # seeds of data end at 2^32: counting back from there meets no run's
-
-    def fresh(sequences: int) -> Iterator[Batch]:
-        return some_batches(run, "test", -(-sequences // run.batch), seed)
-
-    values = evaluate(model, run, split="test", batches=-(-recipe.fresh // run.batch), seed=seed, device=where)
+    values = evaluate(model, run, batches=fresh_batches(run, recipe.fresh), device=where)
     found: dict[str, Any] = {"weights": best.name, **values}
     if run.task.loss == "cross_entropy":
-        found["by_length"] = accuracy_by_length(model, run, fresh(min(recipe.fresh, 2048)), where)
+        found["by_length"] = accuracy_by_length(model, run, fresh_batches(run, min(recipe.fresh, 2048)), where)
     if recipe.alone:
-        right, tried = generated_right(model, run, fresh(recipe.alone), where)
+        right, tried = generated_right(model, run, fresh_batches(run, recipe.alone), where)
         found["generated"] = {"right": right, "n": tried}
     write_file(path, (json.dumps(found) + "\n").encode())
 

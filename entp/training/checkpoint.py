@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
+from entp import pretrained
 from entp.config import ModelConfig, Run, run_from_json, run_to_json
 from entp.errors import InputError
 from entp.model import Transformer
@@ -55,10 +56,19 @@ def write_file(path: Path, data: bytes) -> None:
     _sync_folder(path.parent)
 
 
-def save_model(model: Transformer, folder: str | Path, run: Run | None = None) -> Path:
-    """Save a model so that `load(folder)` gives it back; `run` says how it was made."""
-    files = {"model.safetensors": _model_bytes(model), "config.json": _config_bytes(model, run)}
-    return _write_folder(Path(folder), files)
+def save_model(
+    model: Transformer,
+    folder: str | Path,
+    run: Run | None = None,
+    dtype: torch.dtype | None = None,
+    more: dict[str, bytes] | None = None,
+) -> Path:
+    """Save a model so that `load(folder)` gives it back; `run` says how it was made.
+
+    dtype: of the saved weights, if not their own. more: other files for the folder.
+    """
+    files = {"model.safetensors": _model_bytes(model, dtype), "config.json": _config_bytes(model, run)}
+    return _write_folder(Path(folder), {**files, **(more or {})})
 
 
 def save_checkpoint(out: Path, step: int, model: Transformer, run: Run, trainer: dict[str, Any] | None) -> Path:
@@ -104,7 +114,7 @@ def read_trainer(folder: Path) -> dict[str, Any]:
 
 
 def load(path: str | Path, which: Literal["best", "last"] = "best", device: str | torch.device = "cpu") -> Transformer:
-    """The model of a run folder (its best or its last checkpoint), or of one checkpoint folder."""
+    """The model of a run folder (its best or its last checkpoint), of one checkpoint folder, or one that comes with entp."""
     folder = find(Path(path), which)
     config = _model_config(folder)
     try:
@@ -128,8 +138,11 @@ def load_run(path: str | Path, which: Literal["best", "last"] = "best") -> Run:
 
 def find(path: Path, which: Literal["best", "last"] = "best") -> Path:
     """The folder with the weights: `path` itself, or a run's best (else last) undamaged checkpoint."""
+    if not path.is_dir() and str(path) in pretrained.names():
+        path = pretrained.HERE / path
     if not path.is_dir():
-        raise InputError(f"there is no run folder {path}: give the --out of a finished or interrupted `entp train`.")
+        known = f", or one of {', '.join(names)}" if (names := pretrained.names()) else ""
+        raise InputError(f"there is no run folder {path}: give the --out of a finished or interrupted `entp train`{known}.")
     if (path / "model.safetensors").is_file():
         if (path / CHECKSUMS).is_file():
             try:
@@ -175,8 +188,8 @@ def _write_folder(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-def _model_bytes(model: Transformer) -> bytes:
-    return save_tensors({name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()})
+def _model_bytes(model: Transformer, dtype: torch.dtype | None = None) -> bytes:
+    return save_tensors({name: t.detach().cpu().to(dtype or t.dtype).contiguous() for name, t in model.state_dict().items()})
 
 
 def _config_bytes(model: Transformer, run: Run | None) -> bytes:

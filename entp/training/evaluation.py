@@ -84,6 +84,11 @@ def some_batches(run: Run, split: Split, count: int, seed: int | None = None) ->
         yield run.task.batch(run.seed if seed is None else seed, split, step, run.batch)
 
 
+def fresh_batches(run: Run, sequences: int) -> Iterator[Batch]:
+    """Test batches that no run has seen: their seeds count back from 2^32, where seeds of data end."""
+    return some_batches(run, "test", -(-sequences // run.batch), 2**32 - 1 - run.seed)
+
+
 @torch.no_grad()
 def accuracy_by_length(
     model: Transformer, run: Run, batches: Iterable[Batch], device: str | torch.device = "cpu"

@@ -1,0 +1,48 @@
+"""Words of the command line to options: what a user got wrong becomes one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from typing import Any, TypeVar
+
+from entp.errors import InputError
+
+Options = TypeVar("Options")
+
+
+def name_of(args: list[str], what: str, allowed: Any, command: str) -> str:
+    """The word after the command; its absence is an error that lists what could stand there."""
+    if args and not args[0].startswith("-"):
+        return args[0]
+    choices = f": allowed are {', '.join(allowed)}" if allowed else ""
+    if args and args[0] in ("-h", "--help"):
+        print(f"usage: entp {command} {what.upper().replace(' ', '_')} [OPTIONS]{choices}")
+        raise SystemExit(0)
+    raise InputError(f"entp {command} needs a {what}{choices}.")
+
+
+def parse(kind: type[Options], args: list[str], program: str, default: Options | None = None) -> Options:
+    """Options from words, by tyro; its complaints become one sentence."""
+    import tyro
+
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(kind, args=args, prog=program, default=tyro.MISSING_NONPROP if default is None else default)
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise InputError(_one_sentence(complaint.getvalue(), program)) from None
+
+
+def _one_sentence(box: str, program: str) -> str:
+    """The text inside tyro's box on one line: the complaint, and what it thinks was meant."""
+    lines = [re.sub(r"[│╭╮╰╯─]+|-{3,}", "", line).strip() for line in box.splitlines()]
+    text = " ".join(line for line in lines[1:] if line)
+    text = text.partition("For full helptext")[0]
+    text = re.sub(r"^Error parsing \S+: ", "", text)
+    text = re.sub(r" Argument helptext:", " Expected", text).strip()
+    text = text.rstrip(".")
+    return f"{text}{'' if text.endswith('?') else '.'} See {program} --help."

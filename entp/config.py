@@ -147,7 +147,7 @@ class TrainConfig:
     target: float | None = None
     """Stop when target_metric reaches this value (for a loss: falls to it)."""
     max_seconds: float | None = None
-    """Stop after so many seconds of training, evaluations included; a run that is resumed goes on counting."""
+    """Stop after so many seconds of training, evaluations included, compiling kernels before it not; resumed, it counts on."""
     impl: Impl = "auto"
     """Engine; auto is the fastest that can run here. In the other modes than entp, reference and packed are torch's own."""
     token_budget: int | None = None

@@ -30,7 +30,8 @@ def learning_rate(config: OptimConfig, step: int, spent: float = 0.0) -> float:
 class Muon(torch.optim.Muon):
     """torch's Muon with its matrices of one shape orthogonalised in one batched call, in fp32 on a CPU.
 
-    torch's own step works in bfloat16 everywhere; a CPU without bfloat16 instructions takes tens of seconds for that.
+    torch's own step works in bfloat16 everywhere; a CPU without bfloat16 instructions takes tens of seconds for that. A group's
+    "parts" says for each parameter how many matrices are stacked in it, each of which is orthogonalised for itself.
     """
 
     @torch.no_grad()
@@ -41,27 +42,32 @@ class Muon(torch.optim.Muon):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            same_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
-            for p in group["params"]:
+            same_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+            for p, parts in zip(group["params"], group.get("parts") or [1] * len(group["params"]), strict=True):
                 if p.grad is not None:
-                    same_shape[p.shape].append(p)
+                    pieces = zip(p.chunk(parts), self._direction(p, group).chunk(parts), strict=True)
+                    same_shape[p[: len(p) // parts].shape].extend(pieces)
             for matrices in same_shape.values():
-                self._update(matrices, group)
+                _move(matrices, group)
         return loss
 
-    def _update(self, matrices: list[nn.Parameter], group: dict) -> None:
-        updates = []
-        for p in matrices:
-            assert p.grad is not None
-            state = self.state[p]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(p)
-            average = state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
-            updates.append(p.grad.lerp(average, group["momentum"]) if group["nesterov"] else average)
-        rows, columns = matrices[0].shape
-        rate = group["lr"] * 0.2 * math.sqrt(max(rows, columns))  # "match_rms_adamw": AdamW's rates carry over
-        for p, update in zip(matrices, orthogonalise(torch.stack(updates), group["ns_steps"], group["eps"]), strict=True):
-            p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.to(p.dtype) * rate)
+    def _direction(self, p: nn.Parameter, group: dict) -> Tensor:
+        """The gradient's running mean, one gradient ahead of itself with Nesterov's momentum."""
+        assert p.grad is not None
+        state = self.state[p]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        average = state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+        return p.grad.lerp(average, group["momentum"]) if group["nesterov"] else average
+
+
+def _move(matrices: list[tuple[Tensor, Tensor]], group: dict) -> None:
+    """Move matrices of one shape, each against its direction made orthogonal."""
+    rows, columns = matrices[0][0].shape
+    rate = group["lr"] * 0.2 * math.sqrt(max(rows, columns))  # "match_rms_adamw": AdamW's rates carry over
+    updates = orthogonalise(torch.stack([direction for _, direction in matrices]), group["ns_steps"], group["eps"])
+    for (matrix, _), update in zip(matrices, updates, strict=True):
+        matrix.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.to(matrix.dtype) * rate)
 
 
 def orthogonalise(g: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
@@ -81,8 +87,8 @@ def orthogonalise(g: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
 def make_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
     """AdamW over everything, or Muon over the blocks' matrices and AdamW over the rest; vectors are not decayed."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    muon = [p for n, p in named if config.name == "muon" and n.startswith("blocks.") and p.ndim == 2]
-    taken = {id(p) for p in muon}
+    muon = {n: p for n, p in named if config.name == "muon" and n.startswith("blocks.") and p.ndim == 2}
+    taken = {id(p) for p in muon.values()}
     rest = [p for _, p in named if id(p) not in taken]
     groups = [
         {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -94,7 +100,8 @@ def make_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.O
         torch.optim.AdamW(groups, lr=rate, betas=(config.beta1, config.beta2), fused=cuda, capturable=cuda)
     ]
     if muon:
-        optimizers.append(Muon(muon, lr=config.max_lr, weight_decay=config.weight_decay))
+        optimizers.append(Muon(list(muon.values()), lr=config.max_lr, weight_decay=config.weight_decay))
+        optimizers[1].param_groups[0]["parts"] = [3 if n.endswith("qkv.weight") else 1 for n in muon]
         optimizers[1].param_groups[0]["lr"] = rate if not isinstance(rate, Tensor) else rate.clone()
     return optimizers
 

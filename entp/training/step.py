@@ -111,7 +111,20 @@ def _tables(run: Run, parts: list[Tensor], device: torch.device) -> list[object]
 
 def _update(run: Run, state: State, inputs: Inputs, world: World, stop: bool) -> tuple[Tensor, Tensor, bool]:
     """Gradients of every part, added up, and the optimizers' step."""
-    model, total = state.model, torch.zeros((), device=inputs.x.device)
+    model = state.model
+    total, sums = _gradients(run, model, inputs)
+    for p, gradient in sums.items():
+        p.grad = gradient
+    total, stop = add_up_gradients(list(model.parameters()), total, stop, world)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), run.optim.clip or float("inf"))
+    for optimizer in state.optimizers:
+        optimizer.step()
+    return total, norm, stop
+
+
+def _gradients(run: Run, model: Transformer, inputs: Inputs) -> tuple[Tensor, dict[Tensor, Tensor | None]]:
+    """The loss and its gradient by every parameter, over all parts."""
+    total = torch.zeros((), device=inputs.x.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     sums: list[Tensor | None] = [None] * len(parameters)
     for part in inputs.parts:
@@ -120,13 +133,7 @@ def _update(run: Run, state: State, inputs: Inputs, world: World, stop: bool) ->
         loss = loss_sum(run.task, outputs, targets) / inputs.asked
         sums = _added(sums, torch.autograd.grad(loss, parameters, allow_unused=True))
         total += loss.detach()
-    for p, gradient in zip(parameters, sums, strict=True):
-        p.grad = gradient
-    total, stop = add_up_gradients(list(model.parameters()), total, stop, world)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), run.optim.clip or float("inf"))
-    for optimizer in state.optimizers:
-        optimizer.step()
-    return total, norm, stop
+    return total, dict(zip(parameters, sums, strict=True))
 
 
 def _added(sums: list[Tensor | None], more: tuple[Tensor | None, ...]) -> list[Tensor | None]:
@@ -167,6 +174,12 @@ class Stepper:
             inputs.tables.extend(_tables(self.run, inputs.parts, inputs.x.device))
             self.graphs[key] = _Recorded(self.run, self.state, inputs, self.world, self.stream)
         return *self.graphs[key].replay(batch), stop
+
+    def warm_up(self, batch: Batch) -> None:
+        """Have everything compiled and tuned that a step needs on CUDA, without changing anything: its gradients, unused."""
+        if self.stream is not None:
+            _gradients(self.run, self.state.model, self._to_device(batch))
+            torch.cuda.synchronize(self.device)
 
     def _can_record(self, batch: Batch) -> bool:
         """One process, no padding, and an engine that does not wait for the device."""

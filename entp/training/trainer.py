@@ -113,8 +113,10 @@ class Loop:
 
     def go(self) -> Result:
         run, state, every = self.run, self.state, self.run.train
-        reason, mark = "", time.perf_counter()
         late = self.late(state.seconds)
+        if not late and state.step < run.steps:
+            self.step.warm_up(run.task.batch(run.seed, "train", state.step, run.batch))  # no part of the training's time
+        reason, mark = "", time.perf_counter()
         for batch in () if late else _batches(run, state.step, self.device):
             late = self.late(state.seconds + time.perf_counter() - mark)
             alone = self.world.size == 1  # several processes have to stop together: whoever is late tells the others

@@ -74,6 +74,25 @@ def test_orthogonalise_flattens_singular_values(shape: tuple[int, int, int]) -> 
     assert values.max() < 1.6
 
 
+def test_q_k_and_v_are_three_matrices_to_muon() -> None:
+    """The update of the stacked matrix is that of its parts, each alone."""
+    m = model()
+    _, muon = make_optimizers(m, OptimConfig(name="muon", max_lr=0.02, weight_decay=0.1))
+    block = m.blocks[0]
+    parts = [torch.nn.Parameter(part.detach().clone()) for part in (*block.qkv.weight.chunk(3), block.proj.weight)]
+    alone = Muon(parts, lr=0.02, weight_decay=0.1)
+    for step in range(3):
+        torch.manual_seed(step)
+        for p in muon.param_groups[0]["params"]:
+            p.grad = torch.randn_like(p)
+        for part, grad in zip(parts, (*block.qkv.weight.grad.chunk(3), block.proj.weight.grad), strict=True):
+            part.grad = grad.clone()
+        muon.step()
+        alone.step()
+    assert torch.allclose(block.qkv.weight, torch.cat([p.detach() for p in parts[:3]]), atol=1e-6)
+    assert torch.allclose(block.proj.weight, parts[3], atol=1e-6)
+
+
 def test_muon_follows_torchs_own() -> None:
     """Same update as torch.optim.Muon up to the bfloat16 that torch works in."""
     torch.manual_seed(0)

@@ -1,0 +1,49 @@
+"""Which learning rate suits each mode? Count3 on sequences half as long, every mode with the same rates and the same time.
+
+The fast arms of `count3` take the best rate of each mode from here, so that no side is tuned harder than another.
+"""
+
+from __future__ import annotations
+
+from entp.config import Mode, OptimConfig, Run, TrainConfig, model_for
+from entp.experiments.count3 import tiny
+from entp.experiments.recipe import Recipe
+from entp.tasks.counting import Count3
+
+TASK = Count3(seed_length=16, length=32, values=32)
+RATES = (2.5e-4, 5e-4, 1e-3, 2e-3)
+MODES: dict[str, Mode] = {"ENTP": "entp", "decoder": "decoder", "prefix decoder": "prefix"}
+SECONDS = 45.0
+
+
+def rate_run(mode: Mode, rate: float) -> Run:
+    """Medium, as the fast arms: Muon, no weight decay, one cosine that ends with the time."""
+    return Run(
+        task=TASK,
+        model=model_for(TASK, "medium"),
+        mode=mode,
+        steps=10**7,
+        batch=64,
+        optim=OptimConfig("muon", max_lr=rate, min_lr=rate / 50, warmup=200, weight_decay=0.0, decay="seconds"),
+        train=TrainConfig(
+            eval_every=1000,
+            eval_batches=8,
+            checkpoint_every=10**6,
+            max_seconds=SECONDS,
+            token_budget=200_000,
+            target_metric="loss",
+        ),
+    )
+
+
+RECIPE = Recipe(
+    name="count3-rates",
+    title="Count3 of 32 integers: learning rates, 45 seconds of training each",
+    question="Which learning rate suits each mode?",
+    runs={f"{label} at {rate:g}": rate_run(mode, rate) for label, mode in MODES.items() for rate in RATES},
+    metrics=("token_accuracy", "sequence_accuracy", "loss"),
+    paper={},
+    shrink=tiny,
+    fresh=1024,
+    few=("ENTP at 0.001", "decoder at 0.0005"),
+)

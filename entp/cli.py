@@ -1,4 +1,4 @@
-"""The command line: `entp demo | train | evaluate | generate | export | reproduce | bench | theory | tasks`.
+"""The command line: `entp demo | train | evaluate | generate | export | reproduce | report | bench | theory | tasks`.
 
 Options come from dataclasses through tyro. What a user got wrong is one sentence on standard error and exit code 2.
 Heavy imports stay inside the commands, so that `entp --help` answers at once.
@@ -26,6 +26,7 @@ from entp.options import (
     EvaluateOptions,
     ExportOptions,
     GenerateOptions,
+    ReportOptions,
     ReproduceOptions,
     TrainOptions,
 )
@@ -143,6 +144,17 @@ def reproduce_command(args: list[str]) -> int:
     return 128 + results["stopped_by"] if results["stopped_by"] else 0
 
 
+def report_command(args: list[str]) -> int:
+    """report: the page of all recorded results"""
+    options = parse(ReportOptions, args, "entp report")
+    from entp.report import page
+    from entp.training.checkpoint import write_file
+
+    write_file(options.out, page(options.results, options.out).encode())
+    print(f"page: {options.out}")
+    return 0
+
+
 def bench_command(args: list[str]) -> int:
     """bench [WHAT]: time and memory: a training step, generation, growth with length"""
     if args and args[0] in ("-h", "--help"):
@@ -220,6 +232,7 @@ COMMANDS = {
     "generate": generate_command,
     "export": export_command,
     "reproduce": reproduce_command,
+    "report": report_command,
     "bench": bench_command,
     "theory": theory_command,
     "tasks": tasks_command,

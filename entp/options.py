@@ -168,6 +168,16 @@ class ReproduceOptions:
 
 
 @dataclass(frozen=True)
+class ReportOptions:
+    """Write the page of all recorded results."""
+
+    results: Path = Path("results")
+    """Folder of the files that `entp reproduce --record` writes."""
+    out: Path = Path("docs/results.md")
+    """The page."""
+
+
+@dataclass(frozen=True)
 class DemoOptions:
     """Train ENTP and a decoder side by side on a CPU."""
 

@@ -21,19 +21,20 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def draw_curves(recipe: Recipe, results: dict[str, Any], path: Path) -> None:
-    """Validation loss and the recipe's first metric against steps: a colour per arm, a line per seed, the authors' in grey."""
+    """Validation loss and the recipe's first metric by steps: a colour per arm, a line per seed, the authors' in grey."""
     figure = new_figure(11, 4.2)
     if figure is None:
         return
     panels = figure.subplots(1, 2)
     for panel, metric in zip(panels, ("loss", recipe.metrics[0]), strict=True):
         for label, curves in recipe.curves.items():
-            steps, values = zip(*curves[metric], strict=True)
+            steps, values = zip(*((step / 1000, value) for step, value in curves[metric]), strict=True)
             panel.plot(steps, values, color="0.7", linewidth=2, zorder=0)
-            panel.annotate(f"authors: {label}", (steps[-1], values[-1]), fontsize=6, color="0.45", ha="right", va="bottom")
+            if metric == "loss" or values[-1] > 0.1:  # curves that end together would carry one name over the other
+                panel.annotate(f"authors: {label}", (steps[-1], values[-1]), fontsize=6, color="0.45", ha="right", va="bottom")
         for number, (label, arm) in enumerate((k, v) for k, v in results["arms"].items() if k in recipe.runs):
             _draw_arm(panel, arm, metric, f"C{number % 10}", label)
-        panel.set(xlabel="optimizer steps", ylabel=f"validation {metric.replace('_', ' ')}")
+        panel.set(xlabel="optimizer steps (thousands)", ylabel=f"validation {metric.replace('_', ' ')}")
     handles, labels = panels[0].get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside right upper", fontsize=7)
@@ -44,7 +45,7 @@ def draw_curves(recipe: Recipe, results: dict[str, Any], path: Path) -> None:
 
 def _draw_arm(panel: Any, arm: dict[str, Any], metric: str, colour: str, label: str) -> None:
     for number, run in enumerate(arm.get("runs", [])):
-        steps, values = [r["step"] for r in run["curve"]], [r[metric] for r in run["curve"]]
+        steps, values = [r["step"] / 1000 for r in run["curve"]], [r[metric] for r in run["curve"]]
         panel.plot(steps, values, color=colour, linewidth=1, marker=".", markersize=3, label=label if number == 0 else None)
     known = arm.get("paper", {}).get(metric)
     if known and arm.get("runs"):

@@ -67,9 +67,16 @@ def reproduce(
 def _write(recipe: Recipe, results: dict[str, Any], path: Path, picture: Path) -> None:
     """The numbers, the curves, and the recipe's own picture beside them."""
     write_file(path, (json.dumps(results, indent=1) + "\n").encode())
-    draw_curves(recipe, results, picture)
-    if recipe.picture is not None:
-        recipe.picture(results, picture.with_name(f"{picture.stem}_{recipe.picture.__name__.removeprefix('draw_')}.png"))
+    curves, *own = pictures(recipe, picture)
+    draw_curves(recipe, results, curves)
+    for name in own:
+        assert recipe.picture is not None
+        recipe.picture(results, name)
+
+
+def pictures(recipe: Recipe, curves: Path) -> list[Path]:
+    """Where the curves are drawn, and the recipe's own picture, if it has one."""
+    return [curves] + ([curves.with_name(f"{curves.stem}_own.png")] if recipe.picture else [])
 
 
 def _one_by_one(recipe: Recipe, arms: list[tuple[str, Run]], runs: Path, device: str) -> int | None:
@@ -145,23 +152,33 @@ Kept = dict[tuple[str, int], dict[str, Any]]
 """Recorded runs by label and seed."""
 
 
-def read_results(recipe: Recipe, path: Path) -> Kept:
-    """The runs in a results file of this recipe; none where there is no file yet."""
-    if not path.exists():
-        return {}
+def read_file(path: Path, name: str) -> dict[str, Any]:
+    """A file of results of the recipe of that name."""
     try:
         found = json.loads(path.read_text())
-        arms = found["arms"] if found["recipe"] == recipe.name else {}
-        kept = {(label, run["seed"]): run for label, arm in arms.items() for run in arm.get("runs", [])}
-        same = {key: config_hash(run_from_json(run["settings"], str(path))) for key, run in kept.items()}
+        if found["recipe"] == name:
+            for arm in found["arms"].values():
+                for run in arm.get("runs", []):
+                    run_from_json(run["settings"], str(path))
+            return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is not a file of results ({error}): give another name, or remove it.") from None
-    if found["recipe"] != recipe.name:
-        raise InputError(f"{path} holds results of {found['recipe']}, not of {recipe.name}: give another name.")
+    raise InputError(f"{path} holds results of {found['recipe']}, not of {name}: give another name.")
+
+
+def read_results(recipe: Recipe, path: Path) -> Kept:
+    """The runs in a results file that have this recipe's settings; none where there is no file yet."""
+    if not path.exists():
+        return {}
+    arms = read_file(path, recipe.name)["arms"]
     current = {(label, run.seed): config_hash(run) for label, run in recipe.arms()}
-    for label, seed in (key for key in kept if same[key] != current.get(key)):
-        print(f"{path}: {label}, seed {seed} has other settings than now, and is left out.", file=sys.stderr)
-    return {key: run for key, run in kept.items() if same[key] == current.get(key)}
+    kept: Kept = {}
+    for key, run in (((label, run["seed"]), run) for label, arm in arms.items() for run in arm.get("runs", [])):
+        if config_hash(run_from_json(run["settings"], str(path))) == current.get(key):
+            kept[key] = run
+        else:
+            print(f"{path}: {key[0]}, seed {key[1]} has other settings than now, and is left out.", file=sys.stderr)
+    return kept
 
 
 def collect(recipe: Recipe, runs: Path, kept: Kept | None = None) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from small_runs import entp
 
-from entp.config import OptimConfig
+from entp.config import MODES, OptimConfig
 from entp.experiments import RECIPES
-from entp.experiments.count3 import PAPER_ARMS
+from entp.experiments.count3 import FAST_RATES, PAPER_ARMS
 from entp.experiments.paper_curves import COUNT3
 from entp.experiments.recipe import find_recipe
 from entp.experiments.reproduce import collect, read_results, reproduce, results_table, run_folder
@@ -96,7 +96,7 @@ def test_arms_side_by_side_are_the_arms_one_by_one(tmp_path: Path) -> None:
         first, second = (arms[label]["runs"][0] for arms in found)
         assert first["final"] == second["final"]
         assert [r["loss"] for r in first["curve"]] == [r["loss"] for r in second["curve"]]
-    assert (tmp_path / "one/count3-depth-tiny/curves_depth.png").stat().st_size > 10_000
+    assert (tmp_path / "one/count3-depth-tiny/curves_own.png").stat().st_size > 10_000
 
 
 def test_several_seeds_and_what_they_did_on_fresh_sequences(tmp_path: Path) -> None:
@@ -146,9 +146,17 @@ def test_fast_arms_differ_from_the_papers_in_optimizer_and_schedule_only() -> No
     for label in ("ENTP medium", "decoder medium", "prefix decoder medium"):
         slow, fast = runs[label], runs[f"{label}, fast"]
         assert (fast.task, fast.model, fast.mode, fast.batch) == (slow.task, slow.model, slow.mode, slow.batch)
-    assert runs["decoder medium, fast"].optim == runs["prefix decoder medium, fast"].optim
-    rates = {runs[f"{label}, fast"].optim.max_lr for label in ("ENTP medium", "decoder medium")}
-    assert len(rates) == 1
+        assert fast.optim.max_lr == FAST_RATES[fast.mode]
+
+
+def test_every_mode_is_tried_with_the_same_rates_for_the_same_time() -> None:
+    runs = find_recipe("count3-rates").runs
+    tried = {mode: sorted(run.optim.max_lr for run in runs.values() if run.mode == mode) for mode in MODES}
+    assert set(tried) == {"entp", "decoder", "prefix"}
+    assert len({tuple(rates) for rates in tried.values()}) == 1
+    assert {(run.train.max_seconds, run.optim.decay, run.model) for run in runs.values()} == {
+        (45.0, "seconds", next(iter(runs.values())).model)
+    }
 
 
 def test_depth_asks_for_all_lengths_and_depths() -> None:

@@ -1,0 +1,88 @@
+"""docs/results.md from the files in results/: `entp report`. Nothing on that page is written by hand.
+
+One section per recipe that has a file: its question, a row per arm with the paper's values, ours and their intervals, the
+picture beside the file, and what was not run.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from entp.errors import InputError
+from entp.experiments import RECIPES
+from entp.experiments.recipe import Recipe, find_recipe
+from entp.experiments.reproduce import pictures, read_file
+
+HEAD = """# Results
+
+Made by `entp report` from the files in `results/`, which have every run's settings, curve, seed, device, versions, commit and
+date. Best: the best evaluation during training, as in the paper's tables, mean over seeds. Fresh: what the best weights do on
+sequences that no run has seen, all seeds together, with 95 % intervals; alone: sequences that the model continues by itself,
+from what it is given, without any error. Seconds are of training, evaluations included, on one device.
+"""
+
+
+def page(results: Path, beside: Path) -> str:
+    """The page, to be written to the file `beside`, from which its pictures are linked."""
+    found = [(name, results / f"{name}.json") for name in RECIPES if (results / f"{name}.json").is_file()]
+    if not found:
+        raise InputError(f"{results} has no results: `entp reproduce RECIPE --record {results}/RECIPE.json` adds some.")
+    sections = [_section(find_recipe(name), read_file(path, name), path, beside) for name, path in found]
+    missing = [f"`entp reproduce {name}`" for name in RECIPES if name not in dict(found)]
+    left = f"\nNot recorded yet: {', '.join(missing)}.\n" if missing else ""
+    return HEAD + "".join(sections) + left
+
+
+def _section(recipe: Recipe, results: dict[str, Any], path: Path, beside: Path) -> str:
+    ran = {label: arm for label, arm in results["arms"].items() if arm.get("runs")}
+    idle = {label: arm for label, arm in results["arms"].items() if not arm.get("runs")}
+    columns = [f"{m.replace('_', ' ')}: {who}" for m in recipe.metrics for who in ("paper", "best")]
+    alone = any((arm.get("fresh") or {}).get("generated") for arm in ran.values())
+    head = ["arm", "seeds", "steps", "seconds", *columns, "fresh sequences right", *(["right alone"] if alone else [])]
+    rows = [_row(recipe, label, arm, alone) for label, arm in ran.items()]
+    lines = [f"\n## {recipe.name}\n", f"{recipe.title}. {recipe.question}\n", f"    entp reproduce {recipe.name}\n"]
+    lines += [_line(head), _line(["---"] * len(head)), *map(_line, rows)]
+    lines += [f"\n{_where(ran)}"]
+    if idle:
+        told = [f"{label} ({arm['why']})" if "why" in arm else label for label, arm in idle.items()]
+        lines.append(f"\nNot run: {'; '.join(told)}.")
+    for picture in pictures(recipe, path.with_suffix(".png")):
+        if picture.is_file():
+            lines.append(f"\n![{recipe.title}]({Path(os.path.relpath(picture, beside.parent)).as_posix()})")
+    return "\n".join(lines) + "\n"
+
+
+def _row(recipe: Recipe, label: str, arm: dict[str, Any], alone: bool) -> list[str]:
+    done = arm["status"] == "done"
+    row = [
+        label if done else f"{label} ({arm['status']})",
+        str(len(arm["seeds"])),
+        f"{arm['steps']:,}",
+        f"{arm['seconds']:.0f}",
+    ]
+    for metric in recipe.metrics:
+        paper = arm["paper"].get(metric)
+        row += [f"{paper['value']:.4g}" if paper else "", f"{arm['ours'][metric]:.4f}"]
+    fresh = arm["fresh"] or {}
+    share, inside = fresh.get("sequence_accuracy"), fresh.get("sequence_accuracy_interval")
+    row.append(f"{share:.4f} ({inside[0]:.4f} to {inside[1]:.4f}), n = {fresh['n']:,}" if inside else "")
+    if alone:
+        told = fresh.get("generated")
+        row.append(f"{told['right']} of {told['n']} ({told['interval'][0]:.4f} to {told['interval'][1]:.4f})" if told else "")
+    return row
+
+
+def _where(ran: dict[str, Any]) -> str:
+    """Devices, versions and commits of all runs, each named once."""
+    places = [run["environment"] for arm in ran.values() for run in arm["runs"]]
+
+    def each(key: str, length: int | None = None) -> str:
+        return ", ".join(sorted({str(place[key])[:length] for place in places}))
+
+    return f"On {each('device')}; torch {each('torch')}; commits {each('commit', 7)}; {each('date', 10)}."
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"

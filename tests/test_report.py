@@ -1,0 +1,68 @@
+"""`entp report`: the page is made from the files in results/, and is up to date."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from small_runs import entp
+
+from entp.experiments import RECIPES
+from entp.experiments.recipe import find_recipe
+from entp.experiments.reproduce import read_results
+from entp.report import page
+
+ROOT = Path(__file__).parent.parent
+RECORDED = [name for name in RECIPES if (ROOT / "results" / f"{name}.json").is_file()]
+
+
+def test_the_page_is_that_of_the_files() -> None:
+    path = ROOT / "docs" / "results.md"
+    assert path.read_text() == page(ROOT / "results", path), "run `entp report`"
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_runs_have_the_settings_of_their_recipe(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = ROOT / "results" / f"{name}.json"
+    kept = read_results(find_recipe(name), path)
+    assert capsys.readouterr().err == ""
+    assert kept
+    for run in kept.values():
+        assert re.fullmatch(r"[0-9a-f]{40}", run["environment"]["commit"])
+        assert run["environment"]["device"]
+        assert run["curve"]
+
+
+def test_a_row_holds_what_its_arm_measured(tmp_path: Path) -> None:
+    done = entp("reproduce", "count3", "--tiny", "--device=cpu", "--only=ENTP medium", "--record=all.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "all.json").read_text())
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "count3.json").write_text(json.dumps({**found, "recipe": "count3"}))
+    told = entp("report", "--out=page.md", cwd=tmp_path)
+    assert told.returncode == 0, told.stderr
+    text = (tmp_path / "page.md").read_text()
+    row = next(line for line in text.splitlines() if line.startswith("| ENTP medium |")).strip("| ").split(" | ")
+    arm = found["arms"]["ENTP medium"]
+    assert row[1:3] == ["1", "60"]
+    assert row[4:6] == ["0.991", f"{arm['ours']['sequence_accuracy']:.4f}"]
+    assert row[-2].endswith("n = 64")
+    assert row[-1].startswith(f"{arm['fresh']['generated']['right']} of 32 ")
+    assert "Not run: decoder small" not in text  # the tiny recipe has fewer arms, and says so of its own only
+    assert "prefix decoder medium" in text.partition("Not run:")[2]
+    assert "`entp reproduce match3`" in text.partition("Not recorded yet:")[2]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"), [(None, "has no results"), ("{", "is not a file of results"), ('{"recipe": "x"}', "of x, not")]
+)
+def test_what_is_not_a_file_of_results_is_a_sentence(content: str | None, told: str, tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    if content is not None:
+        (tmp_path / "results" / "match3.json").write_text(content)
+    done = entp("report", "--out=page.md", cwd=tmp_path)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr

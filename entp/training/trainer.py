@@ -128,9 +128,9 @@ class Loop:
             last = state.step == run.steps or (late and alone)
             self.progress.step(state.step)
             if state.step % every.log_every == 0 or last or stop:
-                self.watch.check()
+                loss_so_far = self.watch.mean()
                 state.seconds, mark = state.seconds + time.perf_counter() - mark, time.perf_counter()
-                self.log(norm)
+                self.log(loss_so_far, norm)
             if (state.step % every.eval_every == 0 or last) and not stop and self.measure():
                 last, reason = True, f"{run.goal} reached {every.target:g}"
             if state.step % every.checkpoint_every == 0 or last or stop:
@@ -148,10 +148,10 @@ class Loop:
         limit = self.run.train.max_seconds
         return limit is not None and seconds >= limit
 
-    def log(self, norm: Tensor) -> None:
+    def log(self, loss: float, norm: Tensor) -> None:
         """One line of training metrics."""
         step = self.state.step
-        line = {"loss": self.watch.mean(), "lr": self.rate, "grad_norm": float(norm)}
+        line = {"loss": loss, "lr": self.rate, "grad_norm": float(norm)}
         self.progress.step(step, line)
         if self.metrics:
             self.metrics.write("train", step, {**line, "seconds": round(self.state.seconds, 3)})

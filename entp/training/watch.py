@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -16,32 +17,43 @@ from entp.errors import TrainingStopped
 
 
 class LossWatch:
-    """The mean loss since it was last asked for, and the first step whose loss was not finite; no wait for the device."""
+    """The mean loss since it was last asked for, and the first step whose loss was not finite; no wait for the device.
+
+    A step costs one copy on the device: losses are kept there until someone asks.
+    """
 
     def __init__(self, run: Run, device: torch.device) -> None:
         self.run = run
-        self.total = torch.zeros((), device=device)
-        self.steps = 0
-        self.first_bad = torch.full((), -1, device=device)
+        self.losses = torch.zeros(min(run.train.log_every, 1000), device=device)
+        self.kept = self.first = 0
+        self.total, self.steps = 0.0, 0
 
     def note(self, loss: Tensor, step: int) -> None:
-        self.first_bad = torch.where((self.first_bad < 0) & ~torch.isfinite(loss), step, self.first_bad)
-        self.total += loss
-        self.steps += 1
+        """The loss of a step."""
+        if self.kept == len(self.losses):
+            self.check()
+        if self.kept == 0:
+            self.first = step
+        self.losses[self.kept].copy_(loss)
+        self.kept += 1
 
     def check(self) -> None:
         """Raise TrainingStopped if a loss was not finite."""
-        step = int(self.first_bad)
-        if step >= 0:
+        values = self.losses[: self.kept].tolist()
+        bad = next((n for n, value in enumerate(values) if not math.isfinite(value)), None)
+        if bad is not None:
+            step = self.first + bad
             raise TrainingStopped(
                 f"the loss is not finite at step {step + 1} (batch: seed {self.run.seed}, split train, step {step}); "
                 "nothing was overwritten. Lower optim.max_lr, or look at that batch."
             )
+        self.total, self.steps, self.kept = self.total + sum(values), self.steps + len(values), 0
 
     def mean(self) -> float:
-        mean = float(self.total) / max(1, self.steps)
-        self.total.zero_()
-        self.steps = 0
+        """The mean loss since the last call, after a check."""
+        self.check()
+        mean = self.total / max(1, self.steps)
+        self.total, self.steps = 0.0, 0
         return mean
 
 

@@ -299,3 +299,19 @@ def test_compiled_blocks_train_alike(tmp_path: Path) -> None:
 
 
 GOLDEN = [2.337969, 2.297724, 2.260552, 2.236977, 2.224859]
+
+
+def test_losses_are_watched_over_any_number_of_steps() -> None:
+    """More steps between two lines than the watch keeps at a time, checks in between, and a loss that goes bad."""
+    watch = LossWatch(small_run(train={"log_every": 5000}), torch.device("cpu"))
+    for step in range(2345):
+        watch.note(torch.tensor(float(step)), step)
+        if step == 1500:
+            watch.check()
+    assert watch.mean() == 2344 / 2
+    watch.note(torch.tensor(3.0), 2345)
+    assert watch.mean() == 3.0
+    for step in range(2346, 2400):
+        watch.note(torch.tensor(float("inf") if step in (2390, 2395) else 1.0), step)
+    with pytest.raises(TrainingStopped, match="not finite at step 2391 "):
+        watch.check()

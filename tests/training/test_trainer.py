@@ -25,6 +25,7 @@ from entp.training.evaluation import accuracy_by_length, evaluate, generated_rig
 from entp.training.metrics import read_metrics
 from entp.training.optim import make_optimizers
 from entp.training.step import State, train_step
+from entp.training.watch import LossWatch
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:

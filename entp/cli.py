@@ -147,11 +147,14 @@ def reproduce_command(args: list[str]) -> int:
 def report_command(args: list[str]) -> int:
     """report: the page of all recorded results"""
     options = parse(ReportOptions, args, "entp report")
+    from entp.experiments.summary import draw_summary
     from entp.report import page
     from entp.training.checkpoint import write_file
 
     write_file(options.out, page(options.results, options.out).encode())
-    print(f"page: {options.out}")
+    picture = options.out.with_suffix(".png")
+    drawn = draw_summary(options.results, picture)
+    print(f"page: {options.out}" + (f", picture: {picture}" if drawn else ""))
     return 0
 
 

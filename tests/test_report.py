@@ -6,12 +6,14 @@ import json
 import re
 from pathlib import Path
 
+import matplotlib
 import pytest
 from small_runs import entp
 
 from entp.experiments import RECIPES
 from entp.experiments.recipe import find_recipe
 from entp.experiments.reproduce import read_results
+from entp.experiments.summary import draw_summary
 from entp.report import page
 
 ROOT = Path(__file__).parent.parent
@@ -66,3 +68,25 @@ def test_what_is_not_a_file_of_results_is_a_sentence(content: str | None, told: 
     assert done.returncode == 2
     assert told in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_picture_has_a_panel_for_each_file_that_is_there(tmp_path: Path) -> None:
+    """Real tiny runs, and the recorded speeds; the axes are read back from the figure's own text."""
+    args = ("--tiny", "--device=cpu")
+    for name, only in (("count3", "ENTP medium, fast"), ("count3-depth", "ENTP, 2 layers, 16 integers")):
+        done = entp("reproduce", name, *args, f"--only={only}", f"--record={name}.json", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    picture = tmp_path / "all.svg"
+    assert not draw_summary(tmp_path / "nowhere", picture)
+    for name, words in (
+        ("count3", ["learning Count3", "ENTP, here", "minutes of training"]),
+        ("count3-depth", ["integers in a sequence"]),
+        ("engine_speed", ["a training step", "paper's loop", "authors' run"]),
+    ):
+        found = tmp_path / f"{name}.json"
+        folder = tmp_path / "results"
+        folder.mkdir(exist_ok=True)
+        (folder / found.name).write_text((found if found.exists() else ROOT / "results" / found.name).read_text())
+        matplotlib.rcParams["svg.fonttype"] = "none"
+        assert draw_summary(folder, picture)
+        assert all(word in picture.read_text() for word in words), words

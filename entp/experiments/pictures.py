@@ -62,12 +62,9 @@ def draw_depth(results: dict[str, Any], path: Path) -> None:
         return
     points = [(_parts(label), arm["fresh"], arm["runs"][0]) for label, arm in results["arms"].items() if arm.get("fresh")]
     panels = figure.subplots(1, 3)
-    kinds = sorted({(mode, layers) for (mode, layers, _), _, _ in points})
-    for mode, layers in kinds:
-        mine = sorted((length, fresh) for (m, k, length), fresh, _ in points if (m, k) == (mode, layers))
-        style = _style(mode, layers)
-        for panel, metric in zip(panels, ("token_accuracy", "sequence_accuracy"), strict=False):
-            panel.plot([n for n, _ in mine], [f[metric] for _, f in mine], label=f"{mode}, {layers} layers", **style)
+    for panel, metric in zip(panels, ("token_accuracy", "sequence_accuracy"), strict=False):
+        for label, lengths, values, style in depth_lines(results, metric):
+            panel.plot(lengths, values, label=label, **style)
     longest = max((length for (_, _, length), _, _ in points), default=0)
     for (mode, layers, length), _, run in points:
         inside = run.get("final", {}).get("by_length", {})
@@ -81,6 +78,17 @@ def draw_depth(results: dict[str, Any], path: Path) -> None:
     panels[0].legend(fontsize=7)
     figure.suptitle(results["title"], fontsize=10)
     figure.savefig(path, dpi=120)
+
+
+def depth_lines(results: dict[str, Any], metric: str) -> list[tuple[str, list[int], list[float], dict[str, Any]]]:
+    """For each mode and depth: its name, the lengths, the metric on fresh sequences of each, and how to draw it."""
+    points = [(_parts(label), arm["fresh"]) for label, arm in results["arms"].items() if arm.get("fresh")]
+    lines = []
+    for mode, layers in sorted({(mode, layers) for (mode, layers, _), _ in points}):
+        mine = sorted((length, fresh[metric]) for (m, k, length), fresh in points if (m, k) == (mode, layers))
+        lengths, values = [n for n, _ in mine], [value for _, value in mine]
+        lines.append((f"{mode}, {layers} layers", lengths, values, _style(mode, layers)))
+    return lines
 
 
 def _parts(label: str) -> tuple[str, int, int]:

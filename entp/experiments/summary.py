@@ -1,0 +1,102 @@
+"""The picture of what was found, from the files in results/.
+
+Who learns Count3 and how fast, at which length and depth decoders fail, and what a step costs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from entp.experiments.paper_curves import COUNT3
+from entp.experiments.pictures import depth_lines, new_figure
+
+Draw = Callable[[Any], None]
+COLOURS = {"entp": "C2", "decoder": "C1", "prefix": "C0"}
+NAMES = {"entp": "ENTP", "decoder": "decoder", "prefix": "prefix decoder"}
+
+
+def draw_summary(results: Path, path: Path) -> bool:
+    """One panel for each file that is there and has something to show. False where nothing was drawn."""
+    speed, count3, depth = (_read(results / f"{name}.json") for name in ("engine_speed", "count3", "count3-depth"))
+    panels: list[Draw] = []
+    if count3 and any(_fast(count3)):
+        loop = _step(speed, "entp reference") if speed else None
+        panels.append(lambda panel: _learning(panel, count3, loop))
+    if depth and any(arm.get("fresh") for arm in depth["arms"].values()):
+        panels.append(lambda panel: _depths(panel, depth))
+    if speed:
+        panels.append(lambda panel: _speeds(panel, speed))
+    figure = new_figure(1 + 4.6 * len(panels), 3.9) if panels else None
+    if figure is None:
+        return False
+    for panel, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        draw(panel)
+    figure.savefig(path, dpi=110)
+    return True
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _fast(count3: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs of medium models with settings of our own, all with a clock of their own."""
+    arms = (arm for label, arm in count3["arms"].items() if label.endswith(", fast"))
+    return [run for arm in arms for run in arm.get("runs", [])]
+
+
+def _step(speed: dict[str, Any], contender: str) -> float:
+    """Seconds of a Count3 step."""
+    shape = next(s for s in speed["step"]["shapes"] if s["name"] == "count3")
+    return next(row["median"] for row in shape["steps"] if row["name"] == contender)
+
+
+def _learning(panel: Any, count3: dict[str, Any], loop: float | None) -> None:
+    """Sequences right against minutes; the authors' curve at the time that their loop takes on the same device."""
+    seen: set[str] = set()
+    for run in _fast(count3):
+        mode = run["settings"]["mode"]
+        minutes, right = zip(*((r["seconds"] / 60, r["sequence_accuracy"]) for r in run["curve"]), strict=True)
+        panel.plot(minutes, right, color=COLOURS[mode], linewidth=1.5, label=None if mode in seen else f"{NAMES[mode]}, here")
+        seen.add(mode)
+    if loop is not None:
+        minutes, right = zip(*((step * loop / 60, v) for step, v in COUNT3["ENTP medium"]["sequence_accuracy"]), strict=True)
+        told = f"ENTP, the authors' run\nat the loop's {loop:.2f} s a step"
+        panel.plot(minutes, right, color="0.6", linewidth=2, zorder=0, label=told)
+    panel.set(xscale="log", ylim=(-0.03, 1.03), title="learning Count3 (64 integers, medium)")
+    device = _fast(count3)[0]["environment"]["device"]
+    panel.set(xlabel=f"minutes of training on one {device}", ylabel="validation sequences right (share)")
+    panel.legend(fontsize=7, loc="upper left")
+
+
+def _depths(panel: Any, depth: dict[str, Any]) -> None:
+    for label, lengths, right, style in depth_lines(depth, "sequence_accuracy"):
+        panel.plot(lengths, right, label=label, **style)
+    panel.set(ylim=(-0.03, 1.03), title="Count3 after one minute each, width 192")
+    panel.set(xlabel="integers in a sequence", ylabel="fresh sequences right (share)")
+    panel.legend(fontsize=6)
+
+
+def _speeds(panel: Any, speed: dict[str, Any]) -> None:
+    """A training step by the paper's loop and by the kernels."""
+    shapes = speed["step"]["shapes"]
+    steps = [{row["name"]: row for row in shape["steps"]} for shape in shapes]
+    sides = {
+        "entp reference": ("the paper's loop", "0.6"),
+        "entp triton": ("ENTP, here", "C2"),
+        "decoder-triton": ("decoder, here", "C1"),
+    }
+    for offset, (contender, (name, colour)) in enumerate(sides.items()):
+        places = [n + 0.27 * (offset - 1) for n in range(len(shapes))]
+        panel.bar(places, [s[contender]["median"] * 1e3 for s in steps], width=0.25, color=colour, label=name)
+    for n, step in enumerate(steps):
+        row = step["entp triton"]
+        panel.annotate(f"{row['ratio']:.0f}x", (n, row["median"] * 1e3), ha="center", va="bottom", fontsize=8)
+    panel.set(
+        yscale="log", ylabel="ms", title=f"a training step, {speed['step']['environment']['device']}", xticks=range(len(shapes))
+    )
+    panel.set_xticklabels([shape["name"] for shape in shapes])
+    panel.legend(fontsize=7)

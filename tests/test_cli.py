@@ -115,7 +115,7 @@ def test_train_offers_the_promised_flags(capsys: pytest.CaptureFixture[str]) -> 
         ("generate runs/first --prompt one", "not a list of whole numbers"),
         ("generate runs/first --max-new-tokens 100", "positions"),
         ("generate runs/first --temperature -1", "temperature"),
-        ("reproduce figure9", "unknown recipe 'figure9': allowed are count3, count3-depth, match3"),
+        ("reproduce figure9", "unknown recipe 'figure9': allowed are count3, count3-depth, count3-rates, match3"),
         ("reproduce count3 --tiny --only none", "unknown arm 'none': allowed are ENTP medium"),
         ("train count3 --out runs/first/config.json/x", "config.json.* cannot be used: Not a directory"),
         ("reproduce count3 --tiny --out runs/first/config.json", "cannot be used: Not a directory"),

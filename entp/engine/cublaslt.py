@@ -1,8 +1,9 @@
 """Matrix products by the fastest of the algorithms that cuBLASLt offers, instead of the first one it proposes.
 
 On the tall matrices of packed rows the first proposal is 5 to 20 % slower than the best. Each shape is timed once, when it
-first comes; algorithms that split the inner dimension are left out, so that all candidates add in the same order and the choice
-cannot change a result. torch gives no access to this: the library it has loaded already is called through ctypes.
+first comes, unless shapes keep coming: where every batch has shapes of its own, timing costs more than it saves. Algorithms
+that split the inner dimension are left out, so that all candidates add in the same order and the choice cannot change a
+result. torch gives no access to this: the library it has loaded already is called through ctypes.
 
     y = product(a, b)            # a @ b.T,  a (N, K), b (M, K)
     y = product(a, b, plain=True)  # a @ b,    a (N, K), b (K, M)
@@ -28,6 +29,8 @@ SPLIT_K = 2
 MOST_WORKSPACE = 1
 WORKSPACE = 32 << 20
 CANDIDATES = 8
+MOST_TIMED = 400
+"""Shapes that a process times; those of a step are some twenty."""
 
 
 class _Heuristic(ctypes.Structure):
@@ -82,6 +85,9 @@ def _workspace(device: int) -> Tensor:
     return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
 
 
+_timed: set[tuple[int, int, int, bool, bool, int]] = set()
+
+
 @lru_cache(maxsize=512)
 def _call(rows: int, columns: int, inner: int, plain: bool, biased: bool, device: int) -> _Call:
     return _Call(rows, columns, inner, plain, biased, device)
@@ -93,6 +99,8 @@ class _Call:
     def __init__(self, rows: int, columns: int, inner: int, plain: bool, biased: bool, device: int) -> None:
         library = _library()
         assert library is not None
+        self.shape = (rows, columns, inner, plain, biased, device)
+        self.layouts: list[ctypes.c_void_p] = []
         self.library, self.workspace = library, _workspace(device)
         self.operation = ctypes.c_void_p()
         _check(library.cublasLtMatmulDescCreate(ctypes.byref(self.operation), COMPUTE_FP32, FP32))
@@ -106,6 +114,12 @@ class _Call:
         ]
         self.algorithms: list[_Heuristic] | None = None
 
+    def __del__(self) -> None:
+        """Shapes that keep coming are forgotten again; what the library holds of them is, too."""
+        for layout in self.layouts:
+            self.library.cublasLtMatrixLayoutDestroy(layout)
+        self.library.cublasLtMatmulDescDestroy(self.operation)
+
     def run(self, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
         if bias is not None:
             self._set(BIAS, ctypes.c_uint64(bias.data_ptr()))
@@ -116,8 +130,9 @@ class _Call:
     def _fastest(self, a: Tensor, b: Tensor, out: Tensor) -> _Heuristic:
         """The candidate with the shortest of three times."""
         candidates = self._candidates()
-        if len(candidates) == 1 or torch.cuda.is_current_stream_capturing():
+        if len(candidates) == 1 or len(_timed) >= MOST_TIMED or torch.cuda.is_current_stream_capturing():
             return candidates[0]
+        _timed.add(self.shape)
         times = []
         for number, candidate in enumerate(candidates):
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(5)]

@@ -264,6 +264,18 @@ def test_products_equal_torchs_to_rounding(shape: tuple[int, int, int], biased: 
     assert torch.equal(got, cublaslt.product(a, b, bias if biased else None, plain=plain))
 
 
+def test_shapes_that_keep_coming_are_not_timed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More shapes than are timed, and than are kept: the same bits, and what was timed stays bounded."""
+    monkeypatch.setattr(cublaslt, "_timed", set())
+    monkeypatch.setattr(cublaslt, "MOST_TIMED", 20)
+    cublaslt._call.cache_clear()
+    for rows in [*range(64, 64 + 600), 64]:
+        a, b, _ = factors(rows, 64, 32, False)
+        assert torch.allclose(cublaslt.product(a, b).float(), a.float() @ b.float().T, rtol=2**-7, atol=2**-4)
+    assert len(cublaslt._timed) == 20
+    assert cublaslt._call.cache_info().currsize == 512
+
+
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("shape", [s for s in PRODUCTS if all(n % 8 == 0 for n in s[1:])], ids=str)
 def test_all_algorithms_give_the_same_bits(shape: tuple[int, int, int], plain: bool) -> None:

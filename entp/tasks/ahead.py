@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -37,13 +38,27 @@ def batches_ahead(task: Task, seed: int, size: int, steps: range, processes: int
 
 def processes_for(task: Task, seed: int, size: int) -> int:
     """How many processes keep up with a GPU; 0 where a thread does, or where a process could not find the task's class."""
-    if type(task).__module__ == "__main__" or os.name != "posix":
+    if os.name != "posix" or not _travels(task):
         return 0
     task.batch(seed, "train", 0, size)  # the first one may read files
     start = time.perf_counter()
     task.batch(seed, "train", 1, size)
     wanted = int((time.perf_counter() - start) / SECONDS)
-    return min(wanted, MOST, (os.cpu_count() or 1) // 2)
+    return min(wanted, MOST, _cores() // 2)
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _travels(task: Task) -> bool:
+    """Whether another process can be given the task: its class must be importable, and its fields plain."""
+    try:
+        pickle.dumps(task)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return type(task).__module__ != "__main__"
 
 
 def _by_thread(task: Task, seed: int, size: int, steps: range) -> Iterator[Batch]:
@@ -76,7 +91,9 @@ def _by_processes(task: Task, seed: int, size: int, steps: range, processes: int
             turn += 1
     finally:
         for worker in workers:
-            worker.end()
+            worker.here.close()  # it ends when its pipe does
+        for worker in workers:
+            worker.wait()
 
 
 class Worker:
@@ -89,10 +106,10 @@ class Worker:
         self.task, self.seed, self.size = task, seed, size
         self.here, there = Pipe()
         command = [sys.executable, "-m", __name__, str(there.fileno())]
-        self.process = subprocess.Popen(command, pass_fds=[there.fileno()], stdout=subprocess.DEVNULL)
+        found_here = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        self.process = subprocess.Popen(command, pass_fds=[there.fileno()], stdout=subprocess.DEVNULL, env=found_here)
         there.close()  # its end is the process's alone, so that each notices when the other is gone
-        for message in (sys.path, (task, seed, size)):
-            self._send(message)
+        self._send((task, seed, size))
 
     def _send(self, message: object) -> None:
         with contextlib.suppress(OSError):  # it died: receive makes what it was to make
@@ -110,9 +127,8 @@ class Worker:
             made = None
         return made or make(self.task, self.seed, self.size, steps)  # an error of the task's is raised here
 
-    def end(self) -> None:
-        """It ends when its pipe does."""
-        self.here.close()
+    def wait(self) -> None:
+        """Until it has ended, by itself or not."""
         try:
             self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -129,7 +145,6 @@ def serve(pipe: Connection) -> None:
     """Make what is asked for until the other side is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the trainer decides what it means
     try:
-        sys.path[:] = pipe.recv()
         task, seed, size = pipe.recv()
         while True:
             steps = pipe.recv()
@@ -138,8 +153,8 @@ def serve(pipe: Connection) -> None:
             except Exception:  # the trainer makes it again and sees the error itself
                 made = None
             pipe.send(made)
-    except (EOFError, OSError):
-        return
+    except (EOFError, OSError, ImportError, AttributeError):
+        return  # the other side is gone, or the task cannot be found from here: the trainer makes its batches itself
 
 
 if __name__ == "__main__":

@@ -76,6 +76,21 @@ def test_an_error_of_the_task_reaches_the_caller(processes: int) -> None:
         list(stream)
 
 
+def test_a_task_of_ones_own_is_found_by_the_processes(tmp_path: Path) -> None:
+    """Its module lies beside the script, in a folder that only sys.path knows."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "own_task.py").write_text("from entp.tasks.counting import Count3\n\nclass Mine(Count3):\n    pass\n")
+    (tmp_path / "script.py").write_text(
+        "import sys\nsys.path.insert(0, 'mine')\nfrom own_task import Mine\nfrom entp.tasks import ahead\n"
+        "task = Mine(seed_length=4, length=10, values=10)\n"
+        "def here(*args):\n    raise SystemExit('made here')\n"
+        "ahead.make = here\n"
+        "print(len(list(ahead.batches_ahead(task, 5, 6, range(20), 1))))\n"
+    )
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "20\n", "")
+
+
 def test_stopping_early_ends_the_processes() -> None:
     before = set(children(os.getpid()))
     stream = batches_ahead(TASK, 5, 6, range(10**7), 2)
@@ -111,12 +126,20 @@ def test_processes_end_with_whoever_started_them(tmp_path: Path) -> None:
 
 
 def test_processes_are_used_where_batches_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 32)
-    assert processes_for(Slow(), 0, 2) >= 7
-    assert processes_for(Slow(), 0, 2) <= ahead.MOST
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(ahead, "_cores", lambda: 32)
+    assert 7 <= processes_for(Slow(), 0, 2) <= ahead.MOST
+    monkeypatch.setattr(ahead, "_cores", lambda: 1)
     assert processes_for(Slow(), 0, 2) == 0
-    monkeypatch.setattr(os, "cpu_count", lambda: 32)
+
+
+def test_a_task_that_another_process_could_not_find_stays_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Local(Slow):
+        pass
+
+    monkeypatch.setattr(ahead, "_cores", lambda: 32)
+    assert processes_for(Slow(), 0, 2) > 0
+    assert processes_for(Local(), 0, 2) == 0
     monkeypatch.setattr(Slow, "__module__", "__main__")
     assert processes_for(Slow(), 0, 2) == 0
 

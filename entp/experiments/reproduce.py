@@ -13,6 +13,7 @@ import json
 import re
 import signal
 import sys
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -56,17 +57,28 @@ def reproduce(
     folder.mkdir(parents=True, exist_ok=True)
     done = {key for key, run in kept.items() if run["status"] == "done"}
     arms = [(label, run) for label, run in recipe.arms(only) if (label, run.seed) not in done]
-    stopped = _side_by_side(recipe, arms, runs, device, jobs) if jobs > 1 else _one_by_one(recipe, arms, runs, device)
-    results = collect(recipe, runs, kept)
-    _write(recipe, results, folder / "results.json", folder / "curves.png")
+    places = {folder / "results.json": folder / "curves.png"}
     if record is not None:
-        _write(recipe, results, record, record.with_suffix(".png"))
+        places[record] = record.with_suffix(".png")
+    stopped, results = None, _write(recipe, runs, kept, places)
+    ends = _side_by_side(recipe, arms, runs, device, jobs) if jobs > 1 else _one_by_one(recipe, arms, runs, device)
+    for signal_caught in ends:
+        stopped, results = signal_caught, _write(recipe, runs, kept, places)  # what is done is not lost with what is not
+    for picture in places.values():
+        _draw(recipe, results, picture)
     return {**results, "stopped_by": stopped}
 
 
-def _write(recipe: Recipe, results: dict[str, Any], path: Path, picture: Path) -> None:
-    """The numbers, the curves, and the recipe's own picture beside them."""
-    write_file(path, (json.dumps(results, indent=1) + "\n").encode())
+def _write(recipe: Recipe, runs: Path, kept: Kept, places: Iterable[Path]) -> dict[str, Any]:
+    """Collect what there is and write it to these files."""
+    results = collect(recipe, runs, kept)
+    for path in places:
+        write_file(path, (json.dumps(results, indent=1) + "\n").encode())
+    return results
+
+
+def _draw(recipe: Recipe, results: dict[str, Any], picture: Path) -> None:
+    """The curves, and the recipe's own picture beside them."""
     curves, *own = pictures(recipe, picture)
     draw_curves(recipe, results, curves)
     for name in own:
@@ -79,18 +91,18 @@ def pictures(recipe: Recipe, curves: Path) -> list[Path]:
     return [curves] + ([curves.with_name(f"{curves.stem}_own.png")] if recipe.picture else [])
 
 
-def _one_by_one(recipe: Recipe, arms: list[tuple[str, Run]], runs: Path, device: str) -> int | None:
+def _one_by_one(recipe: Recipe, arms: list[tuple[str, Run]], runs: Path, device: str) -> Iterator[int | None]:
+    """After each arm, the signal that stopped it, if one did."""
     for number, (label, run) in enumerate(arms, 1):
         print(f"[{number}/{len(arms)}] {label}, seed {run.seed}", file=sys.stderr, flush=True)
         stopped = carry_out(recipe, label, run, runs, device)
+        yield stopped
         if stopped:
-            return stopped
-    return None
+            return
 
 
-def _side_by_side(recipe: Recipe, arms: list[tuple[str, Run]], runs: Path, device: str, jobs: int) -> int | None:
+def _side_by_side(recipe: Recipe, arms: list[tuple[str, Run]], runs: Path, device: str, jobs: int) -> Iterator[int | None]:
     """Several at once, each in a process of its own. A signal stops all; those that train save what they have."""
-    stopped: int | None = None
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_wait_quietly)
     try:
         waiting = {pool.submit(_in_process, recipe.name, label, run.seed, runs, device): (label, run) for label, run in arms}
@@ -99,11 +111,11 @@ def _side_by_side(recipe: Recipe, arms: list[tuple[str, Run]], runs: Path, devic
             stopped = future.result()
             state = "stopped" if stopped else "done"
             print(f"[{done}/{len(arms)}] {label}, seed {run.seed}: {state}", file=sys.stderr, flush=True)
+            yield stopped
             if stopped:
-                break
+                return
     finally:
         pool.shutdown(cancel_futures=True)
-    return stopped
 
 
 def _wait_quietly() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from small_runs import entp
+from small_runs import entp, start_entp
 
 from entp.config import MODES, OptimConfig
 from entp.experiments import RECIPES
@@ -220,3 +220,22 @@ def test_a_record_that_is_something_else_is_left_alone(content: str, told: str, 
     missing = entp("reproduce", "count3", "--tiny", "--record=nowhere/all.json", cwd=tmp_path)
     assert missing.returncode == 2
     assert "nowhere" in missing.stderr
+
+
+def test_what_is_done_is_recorded_before_the_next_begins(tmp_path: Path) -> None:
+    """Killed in the second of three seeds: the first stands in the record, and is not trained again."""
+    words = ("reproduce", "count3", "--tiny", "--device=cpu", "--record=all.json", "--only=ENTP medium, fast")
+    process = start_entp(*words, cwd=tmp_path)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("[2/3]"):
+            process.kill()
+            break
+    process.communicate()
+    found = json.loads((tmp_path / "all.json").read_text())["arms"]["ENTP medium, fast"]
+    assert [run["seed"] for run in found["runs"]] == [0]
+    assert found["runs"][0]["final"]["n"] == 64
+    again = entp(*words, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "[1/2] ENTP medium, fast, seed 1" in again.stderr
+    assert json.loads((tmp_path / "all.json").read_text())["arms"]["ENTP medium, fast"]["seeds"] == [0, 1, 2]

@@ -37,7 +37,8 @@ def test_what_is_exported_is_what_was_measured(trained: Path, tmp_path: Path) ->
     before = load(trained)
     assert all(torch.equal(p, q.bfloat16().float()) for p, q in zip(model.parameters(), before.parameters(), strict=True))
     values = evaluate(model, run, batches=fresh_batches(run, 64))
-    assert {name: made["fresh"][name] for name in values} == values
+    close = pytest.approx(values, rel=1e-6)  # the other process has one thread: fp32 sums in another order
+    assert {name: made["fresh"][name] for name in values} == close
     low, high = made["fresh"]["sequence_accuracy_interval"]
     assert low <= made["fresh"]["sequence_accuracy"] <= high
     assert made["training"]["step"] in (5, 10)

@@ -176,6 +176,10 @@ class ReportOptions:
     out: Path = Path("docs/results.md")
     """The page."""
 
+    def __post_init__(self) -> None:
+        if not self.out.parent.is_dir():
+            raise InputError(f"--out {self.out} is in a folder that does not exist: make {self.out.parent} first.")
+
 
 @dataclass(frozen=True)
 class DemoOptions:

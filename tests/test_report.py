@@ -68,6 +68,9 @@ def test_what_is_not_a_file_of_results_is_a_sentence(content: str | None, told: 
     assert done.returncode == 2
     assert told in done.stderr
     assert "Traceback" not in done.stderr
+    missing = entp("report", "--out=nowhere/page.md", cwd=tmp_path)
+    assert missing.returncode == 2
+    assert "make nowhere first" in missing.stderr
 
 
 def test_the_picture_has_a_panel_for_each_file_that_is_there(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ FAST_STEPS = 45_000
 FAST_SECONDS = 800.0
 """About what FAST_STEPS of ENTP take on one H200."""
 FAST_RATES: dict[Mode, float] = {"entp": 7e-4, "decoder": 1e-3, "prefix": 1e-3}
-"""Learning rates: the best of those tried on sequences half as long (docs/LOG.md; `entp reproduce count3-rates`)."""
+"""ENTP's is the best of the rates tried on sequences half as long (docs/LOG.md); for the others none were tried yet."""
 
 
 def paper_run(mode: Mode, size: str) -> Run:

@@ -6,9 +6,7 @@ was made, and what the weights as they lie here do on fresh sequences).
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).parent
 
@@ -16,8 +14,3 @@ HERE = Path(__file__).parent
 def names() -> list[str]:
     """The models that there are."""
     return sorted(path.parent.name for path in HERE.glob("*/model.safetensors"))
-
-
-def made(name: str) -> dict[str, Any]:
-    """How a model was made, and what it can do."""
-    return json.loads((HERE / name / "made.json").read_text())

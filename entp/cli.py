@@ -137,7 +137,15 @@ def reproduce_command(args: list[str]) -> int:
 
     recipe = find_recipe(name).tiny() if options.tiny else find_recipe(name)
     print(f"{recipe.title}\n{recipe.question}", flush=True)
-    results = reproduce(recipe, options.out, device=options.device, only=options.only, jobs=options.jobs, record=options.record)
+    results = reproduce(
+        recipe,
+        options.out,
+        device=options.device,
+        only=options.only,
+        jobs=options.jobs,
+        record=options.record,
+        minutes=options.minutes,
+    )
     print(f"\n{results_table(results, recipe.metrics)}\n\nresults and picture: {options.out / recipe.name}")
     if options.tiny:
         print("tiny runs show that everything works; they say nothing about the paper's claim")

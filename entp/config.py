@@ -283,10 +283,18 @@ def _explain(part: str, error: Any) -> str:
     return "; ".join(found)
 
 
+FREE_TO_CHANGE = ("steps", "train.checkpoint_every", "train.log_every", "train.mirror", "train.target", "train.max_seconds")
+"""What may differ when a run is resumed: none of it changes what a step computes."""
+
+
 def config_hash(run: Run) -> str:
-    """Ten characters that change whenever anything about the run does, except how many steps or seconds it takes."""
+    """Ten characters that change whenever what a step computes or an evaluation measures does."""
     data = run_to_json(run)
-    del data["steps"], data["train"]["max_seconds"]
+    for path in FREE_TO_CHANGE:
+        *group, name = path.split(".")
+        del (data[group[0]] if group else data)[name]
+    if run.optim.decay == "seconds":  # then the time is part of the schedule
+        data["train"]["max_seconds"] = run.train.max_seconds
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:10]
 
 

@@ -156,6 +156,8 @@ class ReproduceOptions:
     """Train this arm only."""
     jobs: int = 1
     """Runs at a time, each in a process of its own: for small models, which do not fill a GPU."""
+    minutes: float | None = None
+    """Most training time of an arm whose schedule follows steps. What it has by then is tested; run again to go on."""
     out: Path = Path("runs")
     """Folder for all recipes' runs."""
     record: Path | None = None

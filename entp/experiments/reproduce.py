@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import signal
 import sys
@@ -41,10 +42,19 @@ def run_folder(recipe: Recipe, label: str, run: Run, runs: Path) -> Path:
 
 
 def reproduce(
-    recipe: Recipe, runs: Path, *, device: str = "auto", only: str | None = None, jobs: int = 1, record: Path | None = None
+    recipe: Recipe,
+    runs: Path,
+    *,
+    device: str = "auto",
+    only: str | None = None,
+    jobs: int = 1,
+    record: Path | None = None,
+    minutes: float | None = None,
 ) -> dict[str, Any]:
     """Train the arms that are not finished (all, or `only` one), and write what came out. Returns the results.
 
+    minutes: most training time of an arm, for arms whose schedule does not follow the clock anyway. What an arm has by then is
+        tested and recorded with its number of steps; without the limit it goes on from there.
     record: a results file that may hold runs of other machines. Those that are done in it are not trained again; what comes out
         here is added to it, the picture of the curves is drawn beside it, and the results are all of it.
     """
@@ -53,6 +63,8 @@ def reproduce(
         raise one_of("arm", only, recipe.runs)
     if jobs < 1:
         raise InputError(f"--jobs is {jobs}: it must be at least 1.")
+    if minutes is not None and not minutes > 0:
+        raise InputError(f"--minutes is {minutes:g}: it must be above 0.")
     folder = runs / recipe.name
     folder.mkdir(parents=True, exist_ok=True)
     done = {key for key, run in kept.items() if run["status"] == "done"}
@@ -60,17 +72,18 @@ def reproduce(
     places = {folder / "results.json": folder / "curves.png"}
     if record is not None:
         places[record] = record.with_suffix(".png")
-    stopped, results = None, _write(recipe, runs, kept, places)
-    ends = _side_by_side(recipe, arms, runs, device, jobs) if jobs > 1 else _one_by_one(recipe, arms, runs, device)
-    for signal_caught in ends:
-        stopped, results = signal_caught, _write(recipe, runs, kept, places)  # what is done is not lost with what is not
+    stopped, results = None, _write(recipe, runs, record, places)
+    how = (runs, device, minutes)
+    for signal_caught in _side_by_side(recipe, arms, jobs, how) if jobs > 1 else _one_by_one(recipe, arms, how):
+        stopped, results = signal_caught, _write(recipe, runs, record, places)  # what is done is not lost with what is not
     for picture in places.values():
         _draw(recipe, results, picture)
     return {**results, "stopped_by": stopped}
 
 
-def _write(recipe: Recipe, runs: Path, kept: Kept, places: Iterable[Path]) -> dict[str, Any]:
-    """Collect what there is and write it to these files."""
+def _write(recipe: Recipe, runs: Path, record: Path | None, places: Iterable[Path]) -> dict[str, Any]:
+    """Collect what there is and write it to these files. Another process may have added to the record since it was read."""
+    kept = read_results(recipe, record, quiet=True) if record is not None else {}
     results = collect(recipe, runs, kept)
     for path in places:
         write_file(path, (json.dumps(results, indent=1) + "\n").encode())
@@ -91,21 +104,25 @@ def pictures(recipe: Recipe, curves: Path) -> list[Path]:
     return [curves] + ([curves.with_name(f"{curves.stem}_own.png")] if recipe.picture else [])
 
 
-def _one_by_one(recipe: Recipe, arms: list[tuple[str, Run]], runs: Path, device: str) -> Iterator[int | None]:
+How = tuple[Path, str, float | None]
+"""Where runs are trained, on which device, and for how many minutes at most."""
+
+
+def _one_by_one(recipe: Recipe, arms: list[tuple[str, Run]], how: How) -> Iterator[int | None]:
     """After each arm, the signal that stopped it, if one did."""
     for number, (label, run) in enumerate(arms, 1):
         print(f"[{number}/{len(arms)}] {label}, seed {run.seed}", file=sys.stderr, flush=True)
-        stopped = carry_out(recipe, label, run, runs, device)
+        stopped = carry_out(recipe, label, run, how)
         yield stopped
         if stopped:
             return
 
 
-def _side_by_side(recipe: Recipe, arms: list[tuple[str, Run]], runs: Path, device: str, jobs: int) -> Iterator[int | None]:
+def _side_by_side(recipe: Recipe, arms: list[tuple[str, Run]], jobs: int, how: How) -> Iterator[int | None]:
     """Several at once, each in a process of its own. A signal stops all; those that train save what they have."""
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_wait_quietly)
     try:
-        waiting = {pool.submit(_in_process, recipe.name, label, run.seed, runs, device): (label, run) for label, run in arms}
+        waiting = {pool.submit(_in_process, recipe.name, label, run.seed, how): (label, run) for label, run in arms}
         for done, future in enumerate(as_completed(waiting), 1):
             label, run = waiting[future]
             stopped = future.result()
@@ -123,17 +140,21 @@ def _wait_quietly() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _in_process(name: str, label: str, seed: int, runs: Path, device: str) -> int | None:
+def _in_process(name: str, label: str, seed: int, how: How) -> int | None:
     """The arm of a recipe that this process looks up by its name: recipes hold functions, which do not travel."""
     recipe = find_recipe(name.removesuffix("-tiny"))
     recipe = recipe.tiny() if name.endswith("-tiny") else recipe
     run = next(run for other, run in recipe.arms(label) if run.seed == seed)
-    return carry_out(recipe, label, run, runs, device, quiet=True)
+    return carry_out(recipe, label, run, how, quiet=True)
 
 
-def carry_out(recipe: Recipe, label: str, run: Run, runs: Path, device: str, quiet: bool = False) -> int | None:
+def carry_out(recipe: Recipe, label: str, run: Run, how: How, quiet: bool = False) -> int | None:
     """Train one run, or what is left of it, and test its best weights. Returns the signal that stopped it, if one did."""
+    runs, device, minutes = how
     folder = run_folder(recipe, label, run, runs)
+    if minutes is not None and run.optim.decay == "steps":
+        seconds = min(60 * minutes, run.train.max_seconds or math.inf)
+        run = dataclasses.replace(run, train=dataclasses.replace(run.train, max_seconds=seconds))
     result = train(run, folder, device=device, resume=(folder / "config.json").exists(), quiet=quiet)
     if not result.stopped_by:
         measure_best(recipe, run, folder, device)
@@ -178,7 +199,7 @@ def read_file(path: Path, name: str) -> dict[str, Any]:
     raise InputError(f"{path} holds results of {found['recipe']}, not of {name}: give another name.")
 
 
-def read_results(recipe: Recipe, path: Path) -> Kept:
+def read_results(recipe: Recipe, path: Path, quiet: bool = False) -> Kept:
     """The runs in a results file that have this recipe's settings; none where there is no file yet."""
     if not path.exists():
         return {}
@@ -188,7 +209,7 @@ def read_results(recipe: Recipe, path: Path) -> Kept:
     for key, run in (((label, run["seed"]), run) for label, arm in arms.items() for run in arm.get("runs", [])):
         if config_hash(run_from_json(run["settings"], str(path))) == current.get(key):
             kept[key] = run
-        else:
+        elif not quiet:
             print(f"{path}: {key[0]}, seed {key[1]} has other settings than now, and is left out.", file=sys.stderr)
     return kept
 

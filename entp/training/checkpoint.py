@@ -27,6 +27,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
+from torch import Tensor
 
 from entp import pretrained
 from entp.config import ModelConfig, Run, run_from_json, run_to_json
@@ -67,14 +68,15 @@ def save_model(
 
     dtype: of the saved weights, if not their own. more: other files for the folder.
     """
-    files = {"model.safetensors": _model_bytes(model, dtype), "config.json": _config_bytes(model, run)}
+    settings = {"model": dataclasses.asdict(model.config)} if run is None else run_to_json(run)
+    files = {"model.safetensors": _tensor_bytes(model.state_dict(), dtype), "config.json": _json_bytes(settings)}
     return _write_folder(Path(folder), {**files, **(more or {})})
 
 
-def save_checkpoint(out: Path, step: int, model: Transformer, run: Run, trainer: dict[str, Any] | None) -> Path:
+def save_checkpoint(out: Path, step: int, weights: dict[str, Tensor], run: Run, trainer: dict[str, Any] | None) -> Path:
     """Write checkpoints/step-N (with trainer state) or checkpoints/best-N (without), and remove what is older."""
     kind = "best" if trainer is None else "step"
-    files = {"model.safetensors": _model_bytes(model), "config.json": _config_bytes(model, run)}
+    files = {"model.safetensors": _tensor_bytes(weights), "config.json": _json_bytes(run_to_json(run))}
     if trainer is not None:
         buffer = io.BytesIO()
         torch.save(trainer, buffer)
@@ -188,12 +190,11 @@ def _write_folder(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-def _model_bytes(model: Transformer, dtype: torch.dtype | None = None) -> bytes:
-    return save_tensors({name: t.detach().cpu().to(dtype or t.dtype).contiguous() for name, t in model.state_dict().items()})
+def _tensor_bytes(tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> bytes:
+    return save_tensors({name: t.detach().cpu().to(dtype or t.dtype).contiguous() for name, t in tensors.items()})
 
 
-def _config_bytes(model: Transformer, run: Run | None) -> bytes:
-    data = {"model": dataclasses.asdict(model.config)} if run is None else run_to_json(run)
+def _json_bytes(data: dict[str, Any]) -> bytes:
     return json.dumps(data, indent=1).encode()
 
 

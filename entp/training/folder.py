@@ -8,14 +8,11 @@ from typing import Any
 
 import torch
 
-from entp.config import Run, run_from_json, run_to_json
+from entp.config import FREE_TO_CHANGE, Run, run_from_json, run_to_json
 from entp.errors import InputError
 from entp.training import checkpoint
 from entp.training.distributed import World
 from entp.training.metrics import environment
-
-FREE_TO_CHANGE = ("steps", "train.checkpoint_every", "train.log_every", "train.mirror", "train.target", "train.max_seconds")
-"""What may differ when a run is resumed: none of it changes what a step computes."""
 
 
 def check_folder(run: Run, out: Path, resume: bool) -> None:

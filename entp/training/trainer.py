@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from entp.config import Run
-from entp.errors import InputError
+from entp.errors import InputError, TrainingStopped
 from entp.model import Transformer
 from entp.tasks.ahead import batches_ahead, processes_for
 from entp.tasks.base import Batch
@@ -82,7 +82,12 @@ def _train(run: Run, out: Path, device: torch.device, world: World, resume: bool
     progress = Progress(f"{run.task.name} {run.mode}", run.steps, state.step, not quiet)
     try:
         with StopSignals() as signals:
-            return Loop(run, out, state, device, world, signals, metrics, progress).go()
+            loop = Loop(run, out, state, device, world, signals, metrics, progress)
+            try:
+                return loop.go()
+            except TrainingStopped:
+                loop.save_best()  # from before the loss went bad
+                raise
     finally:
         progress.close()
         if metrics is not None:
@@ -109,6 +114,7 @@ class Loop:
         self.watch = LossWatch(run, device)
         self.values = _last_evaluation(out, state.step)
         self.valid: list[Batch] = []
+        self.best: dict[str, Tensor] | None = None
         self.rate = 0.0
 
     def go(self) -> Result:
@@ -157,7 +163,7 @@ class Loop:
             self.metrics.write("train", step, {**line, "seconds": round(self.state.seconds, 3)})
 
     def measure(self) -> bool:
-        """Evaluate, keep the best weights, and say whether the target is reached."""
+        """Evaluate, keep the best weights for the next save, and say whether the target is reached."""
         self.watch.check()
         state = self.state
         self.valid = self.valid or list(some_batches(self.run, "valid", self.run.train.eval_batches))
@@ -165,18 +171,25 @@ class Loop:
         better = _is_better(self.run, self.values, state.best)
         if better:
             state.best = {**self.values, "step": state.step}
+            self.best = {name: t.detach().clone() for name, t in state.model.state_dict().items()}
         self.progress.line(state.step, self.values)
         if self.metrics:
             self.metrics.write("eval", state.step, self.values)
-            if better:
-                checkpoint.save_checkpoint(self.out, state.step, state.model, self.run, None)
         return _reached(self.run, self.values)
 
     def save(self) -> None:
-        """A checkpoint to continue from, unless the weights have gone bad."""
+        """A checkpoint to continue from, and one of the best weights since the last, unless the weights have gone bad."""
         self.watch.check()
+        self.save_best()
         if self.world.first:
-            checkpoint.save_checkpoint(self.out, self.state.step, self.state.model, self.run, self.state.save())
+            weights = self.state.model.state_dict()
+            checkpoint.save_checkpoint(self.out, self.state.step, weights, self.run, self.state.save())
+
+    def save_best(self) -> None:
+        """The best weights, if they are not on disk yet: not at every evaluation, which may be quicker than the disk."""
+        if self.best is not None and self.world.first:
+            checkpoint.save_checkpoint(self.out, int(self.state.best["step"]), self.best, self.run, None)
+        self.best = None
 
 
 def _batches(run: Run, start: int, device: torch.device) -> Iterator[Batch]:

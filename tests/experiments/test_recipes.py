@@ -83,6 +83,42 @@ def test_an_unfinished_arm_goes_on(tmp_path: Path) -> None:
     assert reproduce(recipe, tmp_path, device="cpu", only=label)["arms"][label]["steps"] == 60
 
 
+def test_an_arm_may_be_given_minutes(tmp_path: Path) -> None:
+    """Stopped by the clock, tested as it is, and continued by a call without a limit; the record of both is one run."""
+    recipe, label = find_recipe("count3").tiny(), "prefix decoder medium"
+    long = replace(recipe, runs={label: replace(recipe.runs[label], steps=100_000)})
+    path = tmp_path / "all.json"
+    short = reproduce(long, tmp_path, device="cpu", record=path, minutes=0.02)["arms"][label]
+    assert re.fullmatch(r"\d+ of 100000 steps", short["status"])
+    assert 1.2 <= short["seconds"] < 10
+    assert short["fresh"]["n"] == recipe.fresh
+    again = reproduce(long, tmp_path, device="cpu", record=path, minutes=0.02)["arms"][label]
+    assert again["steps"] == short["steps"]
+    further = reproduce(long, tmp_path, device="cpu", record=path, minutes=0.04)["arms"][label]
+    assert further["steps"] > short["steps"]
+    assert further["runs"][0]["curve"][: len(short["runs"][0]["curve"]) - 1] == short["runs"][0]["curve"][:-1]
+    wrong = entp("reproduce", "count3", "--tiny", "--minutes=0", "--device=cpu", cwd=tmp_path)
+    assert (wrong.returncode, "--minutes is 0: it must be above 0" in wrong.stderr) == (2, True)
+
+
+def test_minutes_leave_arms_alone_whose_schedule_follows_the_clock(tmp_path: Path) -> None:
+    recipe, label = find_recipe("count3-rates").tiny(), "decoder at 0.0005"
+    timed = replace(recipe.runs[label], train=replace(recipe.runs[label].train, max_seconds=1.5))
+    timed = replace(timed, steps=10**6, optim=OptimConfig(decay="seconds"))
+    found = reproduce(replace(recipe, runs={label: timed}), tmp_path, device="cpu", minutes=0.001)["arms"][label]
+    assert found["status"] == "done"
+    assert found["seconds"] >= 1.5
+
+
+def test_two_that_write_one_record_keep_each_others_arms(tmp_path: Path) -> None:
+    words = ("reproduce", "count3", "--tiny", "--device=cpu", "--record=all.json")
+    arms = ("prefix decoder medium", "ENTP medium")
+    both = [start_entp(*words, f"--out={n}", f"--only={label}", cwd=tmp_path) for n, label in enumerate(arms)]
+    assert [process.wait(timeout=300) for process in both] == [0, 0]
+    found = json.loads((tmp_path / "all.json").read_text())["arms"]
+    assert {label for label, arm in found.items() if arm["status"] == "done"} == set(arms)
+
+
 def test_arms_side_by_side_are_the_arms_one_by_one(tmp_path: Path) -> None:
     """The same weights in processes of their own; the picture by depth is drawn from them."""
     one = entp("reproduce", "count3-depth", "--tiny", "--device=cpu", "--out=one", cwd=tmp_path)

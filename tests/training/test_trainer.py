@@ -221,6 +221,18 @@ def test_a_loss_that_is_not_finite_stops_and_overwrites_nothing(tmp_path: Path) 
     assert equal(weights(tmp_path / "run"), weights(tmp_path / "good"))
 
 
+def test_the_best_weights_outlive_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    """Weights are written with checkpoints, not with evaluations; those of the last evaluation before the bad step are kept."""
+    task = Rotten()
+    model = model_for(task, "small", layers=2, heads=2, width=16)
+    every = {"eval_every": 2, "checkpoint_every": 1000, "target_metric": "loss"}
+    with pytest.raises(TrainingStopped):
+        entp.train(small_run(task=task, model=model, steps=20, train=every), tmp_path / "run", device="cpu", quiet=True)
+    evaluations = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "eval"]
+    best = min(evaluations, key=lambda r: r["loss"])
+    assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == [f"best-{best['step']:08d}"]
+
+
 def test_a_used_folder_is_not_overwritten(tmp_path: Path) -> None:
     entp.train(small_run(steps=5), tmp_path / "run", device="cpu", quiet=True)
     with pytest.raises(InputError, match="already holds a run"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,36 +21,41 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+DASHES = ("-", "--", "-.", ":")
+"""Tell the authors' curves apart, all of them grey."""
+
+
 def draw_curves(recipe: Recipe, results: dict[str, Any], path: Path) -> None:
-    """Validation loss and the recipe's first metric by steps: a colour per arm, a line per seed, the authors' in grey."""
-    figure = new_figure(11, 4.2)
+    """Every metric of the recipe by steps: a colour per arm, a line per seed, the authors' curves in grey, one legend."""
+    metrics = ("loss", *(m for m in reversed(recipe.metrics) if m != "loss"))
+    figure = new_figure(1 + 4.3 * len(metrics), 4.8)
     if figure is None:
         return
-    panels = figure.subplots(1, 2)
-    for panel, metric in zip(panels, ("loss", recipe.metrics[0]), strict=True):
-        for label, curves in recipe.curves.items():
+    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
+    for panel, metric in zip(panels, metrics, strict=True):
+        for (label, curves), dashes in zip(recipe.curves.items(), cycle(DASHES), strict=False):
             steps, values = zip(*((step / 1000, value) for step, value in curves[metric]), strict=True)
-            panel.plot(steps, values, color="0.7", linewidth=2, zorder=0)
-            if metric == "loss" or values[-1] > 0.1:  # curves that end together would carry one name over the other
-                panel.annotate(f"authors: {label}", (steps[-1], values[-1]), fontsize=6, color="0.45", ha="right", va="bottom")
+            panel.plot(steps, values, color="0.6", linestyle=dashes, linewidth=1.6, zorder=0, label=f"authors: {label}")
         for number, (label, arm) in enumerate((k, v) for k, v in results["arms"].items() if k in recipe.runs):
             _draw_arm(panel, arm, metric, f"C{number % 10}", label)
         panel.set(xlabel="optimizer steps (thousands)", ylabel=f"validation {metric.replace('_', ' ')}")
+        if metric != "loss":
+            panel.set_ylim(-0.03, 1.03)
     handles, labels = panels[0].get_legend_handles_labels()
     if handles:
-        figure.legend(handles, labels, loc="outside right upper", fontsize=7)
-    dashed = "dashed: the paper's value" + ("; grey: the authors' curves" if recipe.curves else "")
-    figure.suptitle(f"{recipe.title} ({dashed})", fontsize=10)
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=7)
+    dotted = any(m in arm.get("paper", {}) for arm in results["arms"].values() if arm.get("runs") for m in metrics)
+    figure.suptitle(results["title"] + (" (dotted: the paper's value)" if dotted else ""), fontsize=10)
     figure.savefig(path, dpi=120)
 
 
 def _draw_arm(panel: Any, arm: dict[str, Any], metric: str, colour: str, label: str) -> None:
     for number, run in enumerate(arm.get("runs", [])):
         steps, values = [r["step"] / 1000 for r in run["curve"]], [r[metric] for r in run["curve"]]
-        panel.plot(steps, values, color=colour, linewidth=1, marker=".", markersize=3, label=label if number == 0 else None)
+        panel.plot(steps, values, color=colour, linewidth=1.4, label=label if number == 0 else None)
     known = arm.get("paper", {}).get(metric)
     if known and arm.get("runs"):
-        panel.axhline(known["value"], color=colour, linestyle="--", linewidth=1, alpha=0.6)
+        panel.axhline(known["value"], color=colour, linestyle=":", linewidth=1, alpha=0.7)
 
 
 def draw_depth(results: dict[str, Any], path: Path) -> None:

@@ -81,7 +81,9 @@ def _where(ran: dict[str, Any]) -> str:
     def each(key: str, length: int | None = None) -> str:
         return ", ".join(sorted({str(place[key])[:length] for place in places}))
 
-    return f"On {each('device')}; torch {each('torch')}; commits {each('commit', 7)}; {each('date', 10)}."
+    shared = sorted({run.get("final", {}).get("trained_side_by_side", 1) for arm in ran.values() for run in arm["runs"]} - {1})
+    told = f", {' or '.join(map(str, shared))} runs at a time" if shared else ""
+    return f"On {each('device')}{told}; torch {each('torch')}; commits {each('commit', 7)}; {each('date', 10)}."
 
 
 def _line(cells: list[str]) -> str:

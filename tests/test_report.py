@@ -55,6 +55,10 @@ def test_a_row_holds_what_its_arm_measured(tmp_path: Path) -> None:
     assert "Not run: decoder small" not in text  # the tiny recipe has fewer arms, and says so of its own only
     assert "prefix decoder medium" in text.partition("Not run:")[2]
     assert "`entp reproduce match3`" in text.partition("Not recorded yet:")[2]
+    assert "at a time" not in text
+    arm["runs"][0]["final"]["trained_side_by_side"] = 4
+    (tmp_path / "results" / "count3.json").write_text(json.dumps({**found, "recipe": "count3"}))
+    assert ", 4 runs at a time; torch" in page(tmp_path / "results", tmp_path / "page.md")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from entp.config import Run, config_hash, run_from_json
 from entp.errors import InputError, one_of
@@ -33,6 +33,17 @@ from entp.training.trainer import train
 POINTS = 160
 """Evaluations of a run that results.json keeps at most, evenly spread."""
 FINAL = "final.json"
+
+
+class How(NamedTuple):
+    """How runs are carried out."""
+
+    runs: Path
+    device: str = "auto"
+    jobs: int = 1
+    """Runs at a time, which share the device."""
+    minutes: float | None = None
+    """Most training time of each."""
 
 
 def run_folder(recipe: Recipe, label: str, run: Run, runs: Path) -> Path:
@@ -73,8 +84,8 @@ def reproduce(
     if record is not None:
         places[record] = record.with_suffix(".png")
     stopped, results = None, _write(recipe, runs, record, places)
-    how = (runs, device, minutes)
-    for signal_caught in _side_by_side(recipe, arms, jobs, how) if jobs > 1 else _one_by_one(recipe, arms, how):
+    how = How(runs, device, jobs, minutes)
+    for signal_caught in _side_by_side(recipe, arms, how) if jobs > 1 else _one_by_one(recipe, arms, how):
         stopped, results = signal_caught, _write(recipe, runs, record, places)  # what is done is not lost with what is not
     for picture in places.values():
         _draw(recipe, results, picture)
@@ -104,10 +115,6 @@ def pictures(recipe: Recipe, curves: Path) -> list[Path]:
     return [curves] + ([curves.with_name(f"{curves.stem}_own.png")] if recipe.picture else [])
 
 
-How = tuple[Path, str, float | None]
-"""Where runs are trained, on which device, and for how many minutes at most."""
-
-
 def _one_by_one(recipe: Recipe, arms: list[tuple[str, Run]], how: How) -> Iterator[int | None]:
     """After each arm, the signal that stopped it, if one did."""
     for number, (label, run) in enumerate(arms, 1):
@@ -118,9 +125,9 @@ def _one_by_one(recipe: Recipe, arms: list[tuple[str, Run]], how: How) -> Iterat
             return
 
 
-def _side_by_side(recipe: Recipe, arms: list[tuple[str, Run]], jobs: int, how: How) -> Iterator[int | None]:
+def _side_by_side(recipe: Recipe, arms: list[tuple[str, Run]], how: How) -> Iterator[int | None]:
     """Several at once, each in a process of its own. A signal stops all; those that train save what they have."""
-    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_wait_quietly)
+    pool = ProcessPoolExecutor(how.jobs, mp_context=get_context("spawn"), initializer=_wait_quietly)
     try:
         waiting = {pool.submit(_in_process, recipe.name, label, run.seed, how): (label, run) for label, run in arms}
         for done, future in enumerate(as_completed(waiting), 1):
@@ -150,18 +157,17 @@ def _in_process(name: str, label: str, seed: int, how: How) -> int | None:
 
 def carry_out(recipe: Recipe, label: str, run: Run, how: How, quiet: bool = False) -> int | None:
     """Train one run, or what is left of it, and test its best weights. Returns the signal that stopped it, if one did."""
-    runs, device, minutes = how
-    folder = run_folder(recipe, label, run, runs)
-    if minutes is not None and run.optim.decay == "steps":
-        seconds = min(60 * minutes, run.train.max_seconds or math.inf)
+    folder = run_folder(recipe, label, run, how.runs)
+    if how.minutes is not None and run.optim.decay == "steps":
+        seconds = min(60 * how.minutes, run.train.max_seconds or math.inf)
         run = dataclasses.replace(run, train=dataclasses.replace(run.train, max_seconds=seconds))
-    result = train(run, folder, device=device, resume=(folder / "config.json").exists(), quiet=quiet)
+    result = train(run, folder, device=how.device, resume=(folder / "config.json").exists(), quiet=quiet)
     if not result.stopped_by:
-        measure_best(recipe, run, folder, device)
+        measure_best(recipe, run, folder, how)
     return result.stopped_by
 
 
-def measure_best(recipe: Recipe, run: Run, folder: Path, device: str) -> None:
+def measure_best(recipe: Recipe, run: Run, folder: Path, how: How) -> None:
     """final.json: the best weights of a run on fresh sequences, unless it is there for these weights already."""
     from entp.training.distributed import World, pick_device
     from entp.training.evaluation import accuracy_by_length, evaluate, fresh_batches, generated_right
@@ -169,10 +175,10 @@ def measure_best(recipe: Recipe, run: Run, folder: Path, device: str) -> None:
     best, path = find(folder), folder / FINAL
     if path.is_file() and json.loads(path.read_text()).get("weights") == best.name:
         return
-    where = pick_device(device, World())
+    where = pick_device(how.device, World())
     model = load(folder, device=where)
     values = evaluate(model, run, batches=fresh_batches(run, recipe.fresh), device=where)
-    found: dict[str, Any] = {"weights": best.name, **values}
+    found: dict[str, Any] = {"weights": best.name, "trained_side_by_side": how.jobs, **values}
     if run.task.loss == "cross_entropy":
         found["by_length"] = accuracy_by_length(model, run, fresh_batches(run, min(recipe.fresh, 2048)), where)
     if recipe.alone:

@@ -130,6 +130,7 @@ def test_arms_side_by_side_are_the_arms_one_by_one(tmp_path: Path) -> None:
     ]
     for label in find_recipe("count3-depth").tiny().runs:
         first, second = (arms[label]["runs"][0] for arms in found)
+        assert [run["final"].pop("trained_side_by_side") for run in (first, second)] == [1, 2]
         assert first["final"] == second["final"]
         assert [r["loss"] for r in first["curve"]] == [r["loss"] for r in second["curve"]]
     assert (tmp_path / "one/count3-depth-tiny/curves_own.png").stat().st_size > 10_000

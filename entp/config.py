@@ -95,13 +95,15 @@ class OptimConfig:
     max_lr: float = 5e-4
     """Learning rate after the warm-up."""
     min_lr: float = 5e-5
-    """Learning rate at the end of the cosine and after it."""
+    """Learning rate at the end of the decay and after it."""
     warmup: int = 500
     """Steps of linear warm-up."""
     decay_steps: int = 100_000
-    """Step at which the cosine reaches min_lr. It does not depend on --steps, so that a longer run only adds steps."""
+    """Step at which the decay reaches min_lr. It does not depend on --steps, so that a longer run only adds steps."""
     decay: Literal["steps", "seconds"] = "steps"
-    """What the cosine follows: decay_steps, or the clock, so that it ends with train.max_seconds on any machine."""
+    """What the decay follows: decay_steps, or the clock, so that it ends with train.max_seconds on any machine."""
+    shape: Literal["cosine", "linear"] = "cosine"
+    """How the rate falls from max_lr to min_lr."""
     beta1: float = 0.9
     """AdamW's first decay."""
     beta2: float = 0.99

@@ -272,6 +272,7 @@ OTHER_VALUES = {
     "train.token_budget": 9,
     "train.max_seconds": 5.0,
     "optim.decay": "seconds",
+    "optim.shape": "linear",
     "train.precision": "fp32",
     "train.graph": False,
     "train.compile": True,
@@ -287,7 +288,7 @@ FIXED_BY_THE_TASK = {"model.vocab", "model.input_dim", "model.outputs"}
 
 
 @pytest.mark.parametrize("path", [p for p, _ in leaves(run_to_json(RUNS["defaults"])) if p not in FIXED_BY_THE_TASK])
-def test_hash_changes_with_everything_but_steps_and_time(path: str) -> None:
+def test_hash_changes_with_everything_that_a_step_computes(path: str) -> None:
     run = RUNS["defaults"]
     value = OTHER_VALUES[path] if path in OTHER_VALUES else dict(leaves(run_to_json(run)))[path] + 1
     data = changed(run, path, value)
@@ -297,6 +298,15 @@ def test_hash_changes_with_everything_but_steps_and_time(path: str) -> None:
     other_run = run_from_json(data)
     assert other_run != run
     assert (config_hash(other_run) == config_hash(run)) == (path in FREE_TO_CHANGE)
+
+
+def test_time_is_part_of_a_schedule_that_follows_it() -> None:
+    run = RUNS["defaults"]
+    timed = dataclasses.replace(run, train=dataclasses.replace(run.train, max_seconds=5.0))
+    clocked = dataclasses.replace(timed, optim=dataclasses.replace(run.optim, decay="seconds"))
+    longer = dataclasses.replace(clocked, train=dataclasses.replace(run.train, max_seconds=6.0))
+    assert config_hash(timed) == config_hash(run)
+    assert len({config_hash(one) for one in (run, clocked, longer)}) == 3
 
 
 def test_hash_is_ten_characters_and_the_same_everywhere() -> None:

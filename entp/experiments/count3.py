@@ -38,9 +38,9 @@ def paper_run(mode: Mode, size: str) -> Run:
 
 
 def fast_run(mode: Mode) -> Run:
-    """Muon for the matrices inside the blocks, no weight decay, one cosine: by steps for ENTP, by the clock for decoders."""
+    """Muon inside the blocks, no weight decay, a rate that falls on a line: by steps for ENTP, by the clock for decoders."""
     rate = FAST_RATES[mode]
-    optim = OptimConfig("muon", max_lr=rate, min_lr=rate / 50, warmup=500, decay_steps=FAST_STEPS, weight_decay=0.0)
+    optim = OptimConfig("muon", rate, rate / 50, warmup=500, decay_steps=FAST_STEPS, shape="linear", weight_decay=0.0)
     train = TrainConfig(eval_every=500, eval_batches=16, checkpoint_every=5000, token_budget=200_000)  # the whole batch at once
     run = Run(TASK, model_for(TASK, "medium"), mode, steps=FAST_STEPS, batch=64, optim=optim, train=train)
     if mode == "entp":

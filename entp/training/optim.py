@@ -1,4 +1,4 @@
-"""AdamW as the paper uses it, Muon for the matrices inside the blocks, and the warm-up and cosine of both."""
+"""AdamW as the paper uses it, Muon for the matrices inside the blocks, and the warm-up and decay of both."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def learning_rate(config: OptimConfig, step: int, spent: float = 0.0) -> float:
-    """The rate of step 0, 1, ...: linear warm-up, cosine to min_lr at decay_steps, then min_lr.
+    """The rate of step 0, 1, ...: linear warm-up, cosine or line to min_lr at decay_steps, then min_lr.
 
-    spent: the fraction of train.max_seconds that is over, which the cosine follows if config.decay is "seconds".
+    spent: the fraction of train.max_seconds that is over, which the decay follows if config.decay is "seconds".
     """
     if step < config.warmup:
         return config.max_lr * (step + 1) / config.warmup
     steps = (step - config.warmup) / (config.decay_steps - config.warmup)
     done = min(1.0, spent if config.decay == "seconds" else steps)
-    return config.min_lr + 0.5 * (config.max_lr - config.min_lr) * (1 + math.cos(math.pi * done))
+    left = 1 - done if config.shape == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return config.min_lr + (config.max_lr - config.min_lr) * left
 
 
 class Muon(torch.optim.Muon):

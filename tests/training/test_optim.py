@@ -39,6 +39,13 @@ def test_schedule_falls_after_warmup() -> None:
     assert rates[5:] == sorted(rates[5:], reverse=True)
 
 
+def test_schedule_may_fall_on_a_line() -> None:
+    config = OptimConfig(max_lr=1e-3, min_lr=1e-4, warmup=10, decay_steps=110, shape="linear")
+    assert [learning_rate(config, s) for s in (10, 35, 60, 110, 500)] == pytest.approx([1e-3, 7.75e-4, 5.5e-4, 1e-4, 1e-4])
+    by_clock = OptimConfig(max_lr=1e-3, min_lr=1e-4, warmup=10, decay="seconds", shape="linear")
+    assert [learning_rate(by_clock, 50, spent) for spent in (0.0, 0.5, 1.0, 1.2)] == pytest.approx([1e-3, 5.5e-4, 1e-4, 1e-4])
+
+
 def model() -> entp.Transformer:
     torch.manual_seed(0)
     return entp.Transformer(entp.ModelConfig(vocab=7, positions=5, layers=2, heads=2, width=8))

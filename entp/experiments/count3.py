@@ -29,7 +29,7 @@ FAST_STEPS = 88_000
 FAST_TARGET = 0.99
 """ENTP stops when so many of 1,024 held-out sequences are wholly right."""
 FAST_SECONDS = 1550.0
-"""About what FAST_STEPS of ENTP take on one H200."""
+"""What FAST_STEPS of ENTP are expected to take on one H200; not measured yet."""
 FAST_RATES: dict[Mode, float] = {"entp": 7e-4, "decoder": 1e-3, "prefix": 1e-3}
 """ENTP's is the best of the rates tried on sequences half as long (docs/LOG.md); for the others none were tried yet."""
 

@@ -8,9 +8,11 @@ runs/count3/
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import os
 import re
 import signal
 import sys
@@ -30,6 +32,11 @@ from entp.training.checkpoint import find, load, write_file
 from entp.training.metrics import read_metrics
 from entp.training.trainer import train
 
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
 POINTS = 160
 """Evaluations of a run that results.json keeps at most, evenly spread."""
 FINAL = "final.json"
@@ -39,10 +46,10 @@ class How(NamedTuple):
     """How runs are carried out."""
 
     runs: Path
-    device: str = "auto"
-    jobs: int = 1
+    device: str
+    jobs: int
     """Runs at a time, which share the device."""
-    minutes: float | None = None
+    minutes: float | None
     """Most training time of each."""
 
 
@@ -94,11 +101,26 @@ def reproduce(
 
 def _write(recipe: Recipe, runs: Path, record: Path | None, places: Iterable[Path]) -> dict[str, Any]:
     """Collect what there is and write it to these files. Another process may have added to the record since it was read."""
-    kept = read_results(recipe, record, quiet=True) if record is not None else {}
-    results = collect(recipe, runs, kept)
-    for path in places:
-        write_file(path, (json.dumps(results, indent=1) + "\n").encode())
+    with _alone_in(record.parent if record is not None else runs):
+        kept = read_results(recipe, record, quiet=True) if record is not None else {}
+        results = collect(recipe, runs, kept)
+        for path in places:
+            write_file(path, (json.dumps(results, indent=1) + "\n").encode())
     return results
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Wait for other processes that write to this folder, where the system has locks."""
+    handle = os.open(folder, os.O_RDONLY) if fcntl else None
+    try:
+        if fcntl and handle is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 def _draw(recipe: Recipe, results: dict[str, Any], picture: Path) -> None:

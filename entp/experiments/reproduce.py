@@ -8,11 +8,9 @@ runs/count3/
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
-import os
 import re
 import signal
 import sys
@@ -28,14 +26,9 @@ from entp.experiments.pictures import draw_curves
 from entp.experiments.recipe import Recipe, find_recipe
 from entp.intervals import wilson
 from entp.table import format_table
-from entp.training.checkpoint import find, load, write_file
+from entp.training.checkpoint import alone_in, find, load, write_file
 from entp.training.metrics import read_metrics
 from entp.training.trainer import train
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
 
 POINTS = 160
 """Evaluations of a run that results.json keeps at most, evenly spread."""
@@ -101,26 +94,12 @@ def reproduce(
 
 def _write(recipe: Recipe, runs: Path, record: Path | None, places: Iterable[Path]) -> dict[str, Any]:
     """Collect what there is and write it to these files. Another process may have added to the record since it was read."""
-    with _alone_in(record.parent if record is not None else runs):
+    with alone_in(record.parent if record is not None else runs):
         kept = read_results(recipe, record, quiet=True) if record is not None else {}
         results = collect(recipe, runs, kept)
         for path in places:
             write_file(path, (json.dumps(results, indent=1) + "\n").encode())
     return results
-
-
-@contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Wait for other processes that write to this folder, where the system has locks."""
-    handle = os.open(folder, os.O_RDONLY) if fcntl else None
-    try:
-        if fcntl and handle is not None:
-            with contextlib.suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        if handle is not None:
-            os.close(handle)
 
 
 def _draw(recipe: Recipe, results: dict[str, Any], picture: Path) -> None:

@@ -20,6 +20,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,11 @@ from entp import pretrained
 from entp.config import ModelConfig, Run, run_from_json, run_to_json
 from entp.errors import InputError
 from entp.model import Transformer
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 KEEP = 2
 CHECKSUMS = "checksums.json"
@@ -55,6 +61,20 @@ def write_file(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Wait for other processes that write to this folder, where the system has locks."""
+    handle = os.open(folder, os.O_RDONLY) if fcntl else None
+    try:
+        if fcntl and handle is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 def save_model(

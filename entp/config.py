@@ -112,6 +112,8 @@ class OptimConfig:
     """Decoupled weight decay of matrices; vectors get none."""
     clip: float = 1.0
     """Largest gradient norm; 0 turns clipping off."""
+    whiten: int = 0
+    """For muon: whiten directions on the side of the MLPs' hidden units; what does it is renewed every so many steps. 0: no."""
 
     def __post_init__(self) -> None:
         _check_numbers(self, "optim.")
@@ -129,6 +131,10 @@ class OptimConfig:
                 problems.append(f"optim.{name} is {getattr(self, name)}: allowed is 0 up to, not including, 1")
         if self.weight_decay < 0 or self.clip < 0:
             problems.append("optim.weight_decay and optim.clip must not be negative")
+        if self.whiten < 0 or (self.whiten and self.name != "muon"):
+            problems.append(
+                f"optim.whiten is {self.whiten} with optim.name {self.name}: it must be 0, or a number of steps and muon"
+            )
         _raise(problems + _choice_problems(self, "optim."))
 
 

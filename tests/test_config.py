@@ -283,6 +283,7 @@ TOGETHER = {
     "task.values": [("model.vocab", 65)],
     "task.length": [("model.positions", 65)],
     "optim.decay": [("train.max_seconds", 5.0)],
+    "optim.whiten": [("optim.name", "muon")],
 }
 FIXED_BY_THE_TASK = {"model.vocab", "model.input_dim", "model.outputs"}
 
@@ -307,6 +308,15 @@ def test_time_is_part_of_a_schedule_that_follows_it() -> None:
     longer = dataclasses.replace(clocked, train=dataclasses.replace(run.train, max_seconds=6.0))
     assert config_hash(timed) == config_hash(run)
     assert len({config_hash(one) for one in (run, clocked, longer)}) == 3
+
+
+def test_whitening_is_part_of_muon() -> None:
+    run = RUNS["defaults"]
+    hashes = {config_hash(dataclasses.replace(run, optim=OptimConfig("muon", whiten=steps))) for steps in (0, 1, 100)}
+    assert len(hashes) == 3
+    for name, steps in (("adamw", 100), ("muon", -1)):
+        with pytest.raises(InputError, match=f"optim.whiten is {steps} with optim.name {name}: it must be 0, or"):
+            OptimConfig(name, whiten=steps)
 
 
 def test_hash_is_ten_characters_and_the_same_everywhere() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,10 @@ from entp.config import OptimConfig
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of Muon's quintic iteration, as in torch.optim.Muon."""
+REMEMBERED = 0.99
+"""How much of the products of gradients' rows is kept at each step, where they are whitened."""
+DAMPING = 1e-4
+"""Eigenvalues of these products are raised by so much of their largest: noise is not blown up, Newton's iteration converges."""
 
 
 def learning_rate(config: OptimConfig, step: int, spent: float = 0.0) -> float:
@@ -32,7 +36,8 @@ class Muon(torch.optim.Muon):
     """torch's Muon with its matrices of one shape orthogonalised in one batched call, in fp32 on a CPU.
 
     torch's own step works in bfloat16 everywhere; a CPU without bfloat16 instructions takes tens of seconds for that. A group's
-    "parts" says for each parameter how many matrices are stacked in it, each of which is orthogonalised for itself.
+    "parts" says for each parameter how many matrices are stacked in it, each of which is orthogonalised for itself; "whiten",
+    which of them are whitened on their long side: `whiten` is to be called now and then.
     """
 
     @torch.no_grad()
@@ -43,13 +48,16 @@ class Muon(torch.optim.Muon):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            same_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-            for p, parts in zip(group["params"], group.get("parts") or [1] * len(group["params"]), strict=True):
+            same_shape: dict[torch.Size, list[Move]] = defaultdict(list)
+            everyone = len(group["params"])
+            parts, whiten = group.get("parts") or [1] * everyone, group.get("whiten") or [False] * everyone
+            for p, n, white in zip(group["params"], parts, whiten, strict=True):
                 if p.grad is not None:
-                    pieces = zip(p.chunk(parts), self._direction(p, group).chunk(parts), strict=True)
-                    same_shape[p[: len(p) // parts].shape].extend(pieces)
-            for matrices in same_shape.values():
-                _move(matrices, group)
+                    whitener = self._gather(p) if white else None
+                    pieces = zip(p.chunk(n), self._direction(p, group).chunk(n), strict=True)
+                    same_shape[p[: len(p) // n].shape].extend(Move(matrix, way, whitener) for matrix, way in pieces)
+            for moves in same_shape.values():
+                _move(moves, group)
         return loss
 
     def _direction(self, p: nn.Parameter, group: dict) -> Tensor:
@@ -61,14 +69,58 @@ class Muon(torch.optim.Muon):
         average = state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
         return p.grad.lerp(average, group["momentum"]) if group["nesterov"] else average
 
+    def _gather(self, p: nn.Parameter) -> Tensor:
+        """Add this gradient to the products of its rows (its long side), and give their whitener as it is now."""
+        assert p.grad is not None
+        state, gradient = self.state[p], p.grad if p.shape[0] > p.shape[1] else p.grad.mT
+        if "products" not in state:
+            state["products"] = gradient.new_zeros(2 * gradient.shape[:1])
+            state["whitener"] = torch.eye(len(gradient), dtype=p.dtype, device=p.device)
+        state["products"].lerp_(row_products(gradient), 1 - REMEMBERED)
+        return state["whitener"]
 
-def _move(matrices: list[tuple[Tensor, Tensor]], group: dict) -> None:
-    """Move matrices of one shape, each against its direction made orthogonal."""
-    rows, columns = matrices[0][0].shape
+    @torch.no_grad()
+    def whiten(self) -> None:
+        """Make the whiteners anew from the products seen; in place, as a recorded step reads them."""
+        same_shape: dict[torch.Size, list[dict[str, Tensor]]] = defaultdict(list)
+        for state in self.state.values():
+            if "products" in state:
+                same_shape[state["products"].shape].append(state)
+        for states in same_shape.values():
+            roots = inverse_fourth_root(torch.stack([state["products"] for state in states]))
+            for state, root in zip(states, roots, strict=True):
+                state["whitener"].copy_(root)
+
+
+class Move(NamedTuple):
+    """A matrix, the direction it is moved against, and what whitens its long side, if anything does."""
+
+    matrix: Tensor
+    direction: Tensor
+    whitener: Tensor | None
+
+
+def _move(moves: list[Move], group: dict) -> None:
+    """Move matrices of one shape, each against its direction made orthogonal.
+
+    Whitened, it is made orthogonal in coordinates in which the gradients' rows have more equal sizes, and taken back.
+    """
+    rows, columns = moves[0].matrix.shape
     rate = group["lr"] * 0.2 * math.sqrt(max(rows, columns))  # "match_rms_adamw": AdamW's rates carry over
-    updates = orthogonalise(torch.stack([direction for _, direction in matrices]), group["ns_steps"], group["eps"])
-    for (matrix, _), update in zip(matrices, updates, strict=True):
-        matrix.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.to(matrix.dtype) * rate)
+    ways = torch.stack([move.direction for move in moves])
+    whiteners = [move.whitener for move in moves if move.whitener is not None]
+    if not whiteners:
+        updates = orthogonalise(ways, group["ns_steps"], group["eps"])
+    else:
+        ways = ways if rows > columns else ways.mT
+        white = torch.stack(whiteners).to(torch.bfloat16 if ways.is_cuda else ways.dtype)
+        straight = orthogonalise(white @ ways.to(white.dtype), group["ns_steps"], group["eps"]).to(white.dtype)
+        updates = white @ straight
+        size, now = (x.float().norm(dim=(1, 2), keepdim=True) for x in (straight, updates))
+        updates = updates * (size / now.clamp(min=group["eps"]))
+        updates = updates if rows > columns else updates.mT
+    for move, update in zip(moves, updates, strict=True):
+        move.matrix.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.to(move.matrix.dtype) * rate)
 
 
 def orthogonalise(g: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
@@ -83,6 +135,30 @@ def orthogonalise(g: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
+
+
+def row_products(g: Tensor) -> Tensor:
+    """g g' (rows, rows); on CUDA of g in bfloat16, summed in fp32, so that it has no eigenvalue below 0 by more than that."""
+    if g.is_cuda and g.dtype == torch.float32:
+        g = g.bfloat16()
+        return torch.mm(g, g.mT, out_dtype=torch.float32)
+    return g @ g.mT
+
+
+def inverse_fourth_root(a: Tensor, iterations: int = 14) -> Tensor:
+    """(A/s + DAMPING I)^(-1/4) of symmetric A without negative eigenvalues (n, k, k), by Newton's coupled iteration.
+
+    s is A's largest sum of absolute values in a row, which no eigenvalue exceeds. The result is scaled to mean diagonal 1.
+    """
+    eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    a = a / a.abs().sum(2).amax(1).clamp(min=torch.finfo(a.dtype).tiny)[:, None, None] + DAMPING * eye
+    x, m = eye.expand_as(a), a / (1 + DAMPING)
+    for _ in range(iterations):
+        t = 1.25 * eye - 0.25 * m
+        x = x @ t
+        t = t @ t
+        m = t @ (t @ m)
+    return x / x.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
 
 
 def make_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
@@ -103,6 +179,7 @@ def make_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.O
     if muon:
         optimizers.append(Muon(list(muon.values()), lr=config.max_lr, weight_decay=config.weight_decay))
         optimizers[1].param_groups[0]["parts"] = [3 if n.endswith("qkv.weight") else 1 for n in muon]
+        optimizers[1].param_groups[0]["whiten"] = [config.whiten > 0 and n.endswith(("fc.weight", "out.weight")) for n in muon]
         optimizers[1].param_groups[0]["lr"] = rate if not isinstance(rate, Tensor) else rate.clone()
     return optimizers
 
@@ -115,6 +192,14 @@ def set_learning_rate(optimizers: list[torch.optim.Optimizer], rate: float) -> N
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+
+
+def renew_whiteners(optimizers: list[torch.optim.Optimizer], config: OptimConfig, step: int) -> None:
+    """Every config.whiten steps, before the step: what whitens Muon's directions, from the gradients so far."""
+    if config.whiten and step and step % config.whiten == 0:
+        for optimizer in optimizers:
+            if isinstance(optimizer, Muon):
+                optimizer.whiten()
 
 
 def save_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from entp.tasks.base import IGNORE, Batch
 from entp.training import checkpoint
 from entp.training.distributed import World, add_up_gradients
 from entp.training.evaluation import forward, loss_sum, rounding
-from entp.training.optim import learning_rate, restore_optimizer, save_optimizer, set_learning_rate
+from entp.training.optim import learning_rate, renew_whiteners, restore_optimizer, save_optimizer, set_learning_rate
 
 EAGER_STEPS = 3
 """Steps of the same shapes before they are recorded: kernels are compiled and optimizer state made in them."""
@@ -85,8 +85,14 @@ def train_step(
 
     In mode entp the prefixes are split by the token budget; the gradients of the parts add up to the same gradient.
     """
-    set_learning_rate(state.optimizers, rate_of(run, state))
+    _prepare(run, state)
     return _update(run, state, _inputs(run, state.model, batch, device, world), world, stop)
+
+
+def _prepare(run: Run, state: State) -> None:
+    """What changes between steps in the optimizers."""
+    set_learning_rate(state.optimizers, rate_of(run, state))
+    renew_whiteners(state.optimizers, run.optim, state.step)
 
 
 def _inputs(run: Run, model: Transformer, batch: Batch, device: torch.device, world: World) -> Inputs:
@@ -162,7 +168,7 @@ class Stepper:
         """As train_step. On CUDA the loss and norm returned are overwritten by the next step."""
         if self.stream is None or not self._can_record(batch):
             return train_step(self.run, self.state, batch, self.device, self.world, stop)
-        set_learning_rate(self.state.optimizers, rate_of(self.run, self.state))
+        _prepare(self.run, self.state)
         key = hashlib.blake2b(repr(batch.x.shape).encode() + (batch.y != IGNORE).tobytes()).digest()
         if key not in self.graphs:
             if len(self.seen) >= MOST_SEEN:

@@ -139,6 +139,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "entp in very many parts": {"train": {**FP32, "token_budget": 10}},
     "entp in half precision": {"train": {"precision": "bf16"}},
     "entp by muon": {"train": FP32, "optim": {"name": "muon"}},
+    "entp by whitened muon": {"train": FP32, "optim": {"name": "muon", "whiten": 4}},
     "decoder": {"mode": "decoder", "train": FP32},
     "prefix": {"mode": "prefix", "train": FP32},
 }

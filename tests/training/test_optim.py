@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 
 import pytest
@@ -11,10 +12,14 @@ import torch
 import entp
 from entp.config import OptimConfig
 from entp.training.optim import (
+    DAMPING,
+    REMEMBERED,
     Muon,
+    inverse_fourth_root,
     learning_rate,
     make_optimizers,
     orthogonalise,
+    renew_whiteners,
     restore_optimizer,
     save_optimizer,
     set_learning_rate,
@@ -116,6 +121,80 @@ def test_muon_follows_torchs_own() -> None:
     assert (ours - 1).abs().max() > 0.2 * step
 
 
+# Whitening
+
+
+def fourth_root_by_eigenvalues(a: torch.Tensor) -> torch.Tensor:
+    """What inverse_fourth_root approximates, in float64."""
+    a = a.double()
+    a = a / a.abs().sum(2).amax(1)[:, None, None] + DAMPING * torch.eye(a.shape[-1])
+    values, vectors = torch.linalg.eigh(a)
+    root = (vectors * values[:, None] ** -0.25) @ vectors.mT
+    return root / root.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+
+
+def test_inverse_fourth_root_of_badly_conditioned_products() -> None:
+    """Rows of sizes 1 to 1/1000, fewer columns than rows: eigenvalues from 0 up, where only the damping holds."""
+    torch.manual_seed(0)
+    g = torch.randn(3, 96, 40) * torch.logspace(0, -3, 96)[:, None]
+    wanted = fourth_root_by_eigenvalues(g @ g.mT)
+    sizes = wanted.diagonal(dim1=1, dim2=2)
+    assert (sizes.amax(1) > 4 * sizes.amin(1)).all()  # far from doing nothing
+    assert (inverse_fourth_root(g @ g.mT) - wanted).abs().max() < 1e-3 * wanted.abs().max()
+
+
+def test_nothing_seen_whitens_nothing() -> None:
+    """Products of gradients that were all 0 give the identity, not a division by 0."""
+    assert torch.allclose(inverse_fourth_root(torch.zeros(2, 5, 5)), torch.eye(5).expand(2, 5, 5), atol=1e-5)
+
+
+def test_only_hidden_units_are_whitened() -> None:
+    m = model()
+    _, muon = make_optimizers(m, OptimConfig(name="muon", whiten=2))
+    steps(m, [muon], range(1))
+    names = {id(p): n for n, p in m.named_parameters()}
+    whitened = {names[id(p)]: state["whitener"].shape for p, state in muon.state.items() if "whitener" in state}
+    assert whitened == {f"blocks.{i}.{part}.weight": (32, 32) for i in range(2) for part in ("fc", "out")}
+
+
+@pytest.mark.parametrize("shape", [(12, 4), (4, 12)], ids=["rows", "columns"])
+def test_a_whitened_step_is_the_formula(shape: tuple[int, int]) -> None:
+    """C: running mean of GG' on the long side, W = C^(-1/4); the update is W orthogonal(W direction), as long as without W."""
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.zeros(shape))
+    muon = Muon([p], lr=0.02, weight_decay=0.0)
+    muon.param_groups[0]["whiten"] = [True]
+    long, products, average = (lambda g: g if shape[0] > shape[1] else g.mT), torch.zeros(12, 12), torch.zeros(shape)
+    for step in range(4):
+        before = p.detach().clone()
+        p.grad = torch.randn(shape) * torch.logspace(0, -2, shape[0])[:, None]
+        if step == 3:
+            muon.whiten()
+        white = fourth_root_by_eigenvalues(products[None])[0].float() if step == 3 else torch.eye(12)
+        muon.step()
+        average = average.lerp(p.grad, 0.05)
+        straight = orthogonalise((white @ long(p.grad.lerp(average, 0.95)))[None])[0]
+        wanted = white @ straight
+        wanted = wanted * (straight.norm() / wanted.norm()) * 0.02 * 0.2 * math.sqrt(12)
+        assert torch.allclose(long(before - p.detach()), wanted, atol=1e-2 * wanted.abs().max().item())
+        products = products.lerp(long(p.grad) @ long(p.grad).mT, 1 - REMEMBERED)
+    plain = orthogonalise(long(p.grad.lerp(average, 0.95))[None])[0]
+    assert (straight / straight.norm() - plain / plain.norm()).abs().max() > 0.02  # whitening made a difference
+
+
+def test_whiteners_are_renewed_every_so_many_steps() -> None:
+    m, config = model(), OptimConfig(name="muon", whiten=3)
+    optimizers = make_optimizers(m, config)
+    seen = []
+    for step in range(8):
+        renew_whiteners(optimizers, config, step)
+        steps(m, optimizers, range(step, step + 1))
+        seen.append(optimizers[1].state[m.blocks[0].fc.weight]["whitener"].clone())
+    changed = [not torch.equal(a, b) for a, b in itertools.pairwise(seen)]
+    assert changed == [step % 3 == 0 for step in range(1, 8)]
+    assert torch.equal(seen[0], torch.eye(32))
+
+
 # Saving and restoring
 
 
@@ -130,11 +209,11 @@ def steps(m: entp.Transformer, optimizers: list[torch.optim.Optimizer], numbers:
             optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_restored_optimizer_continues_bit_for_bit(name: str) -> None:
+@pytest.mark.parametrize("config", [OptimConfig("adamw"), OptimConfig("muon"), OptimConfig("muon", whiten=1)])
+def test_a_restored_optimizer_continues_bit_for_bit(config: OptimConfig) -> None:
     """Through a file that is read without unpickling code."""
     whole = model()
-    optimizers = make_optimizers(whole, OptimConfig(name=name))
+    optimizers = make_optimizers(whole, config)
     steps(whole, optimizers, range(3))
     file = io.BytesIO()
     torch.save([save_optimizer(o) for o in optimizers], file)
@@ -142,11 +221,12 @@ def test_a_restored_optimizer_continues_bit_for_bit(name: str) -> None:
     saved = torch.load(file, weights_only=True)
     continued = model()
     continued.load_state_dict(whole.state_dict())
-    fresh = make_optimizers(continued, OptimConfig(name=name))
+    fresh = make_optimizers(continued, config)
     for optimizer, state in zip(fresh, saved, strict=True):
         restore_optimizer(optimizer, state)
-    steps(whole, optimizers, range(3, 6))
-    steps(continued, fresh, range(3, 6))
+    for m, own in ((whole, optimizers), (continued, fresh)):
+        renew_whiteners(own, config, 3)
+        steps(m, own, range(3, 6))
     for a, b in zip(whole.parameters(), continued.parameters(), strict=True):
         assert torch.equal(a, b)
 

@@ -36,11 +36,14 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+OPTIMIZERS = {"adamw": {}, "muon": {"name": "muon"}, "whitened": {"name": "muon", "whiten": 2}}
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 @pytest.mark.parametrize("mode", ["entp", "decoder", "prefix"])
-def test_five_and_five_steps_are_ten(tmp_path: Path, mode: str, optimizer: str) -> None:
+def test_five_and_five_steps_are_ten(tmp_path: Path, mode: str, optim: dict[str, object]) -> None:
     def run(steps: int) -> entp.Run:
-        return small_run(mode=mode, steps=steps, optim={"name": optimizer})
+        return small_run(mode=mode, steps=steps, optim=optim)
 
     entp.train(run(10), tmp_path / "whole", device="cpu", quiet=True)
     entp.train(run(5), tmp_path / "parts", device="cpu", quiet=True)

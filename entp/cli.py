@@ -156,9 +156,10 @@ def report_command(args: list[str]) -> int:
     """report: the page of all recorded results"""
     options = parse(ReportOptions, args, "entp report")
     from entp.experiments.summary import draw_summary
-    from entp.report import page
+    from entp.report import draw_again, page
     from entp.training.checkpoint import write_file
 
+    draw_again(options.results)
     write_file(options.out, page(options.results, options.out).encode())
     picture = options.out.with_suffix(".png")
     drawn = draw_summary(options.results, picture)

@@ -13,7 +13,7 @@ from typing import Any
 from entp.errors import InputError
 from entp.experiments import RECIPES
 from entp.experiments.recipe import Recipe, find_recipe
-from entp.experiments.reproduce import pictures, read_file
+from entp.experiments.reproduce import draw, pictures, read_file
 
 HEAD = """# Results
 
@@ -26,13 +26,24 @@ from what it is given, without any error. Seconds are of training, evaluations i
 
 def page(results: Path, beside: Path) -> str:
     """The page, to be written to the file `beside`, from which its pictures are linked."""
-    found = [(name, results / f"{name}.json") for name in RECIPES if (results / f"{name}.json").is_file()]
+    found = _files(results)
     if not found:
         raise InputError(f"{results} has no results: `entp reproduce RECIPE --record {results}/RECIPE.json` adds some.")
-    sections = [_section(find_recipe(name), read_file(path, name), path, beside) for name, path in found]
-    missing = [f"`entp reproduce {name}`" for name in RECIPES if name not in dict(found)]
+    sections = [_section(find_recipe(name), read_file(path, name), path, beside) for name, path in found.items()]
+    missing = [f"`entp reproduce {name}`" for name in RECIPES if name not in found]
     left = f"\nNot recorded yet: {', '.join(missing)}.\n" if missing else ""
     return HEAD + "".join(sections) + left
+
+
+def draw_again(results: Path) -> None:
+    """The pictures beside the files, as `entp reproduce --record` draws them when it ends, from what the files hold now."""
+    for name, path in _files(results).items():
+        draw(find_recipe(name), read_file(path, name), path.with_suffix(".png"))
+
+
+def _files(results: Path) -> dict[str, Path]:
+    """The files of results by recipe."""
+    return {name: results / f"{name}.json" for name in RECIPES if (results / f"{name}.json").is_file()}
 
 
 def _section(recipe: Recipe, results: dict[str, Any], path: Path, beside: Path) -> str:

@@ -46,6 +46,8 @@ def test_a_row_holds_what_its_arm_measured(tmp_path: Path) -> None:
     told = entp("report", "--out=page.md", cwd=tmp_path)
     assert told.returncode == 0, told.stderr
     text = (tmp_path / "page.md").read_text()
+    assert "](results/count3.png)" in text
+    assert (tmp_path / "results" / "count3.png").stat().st_size > 10_000  # drawn from the file: it was recorded elsewhere
     row = next(line for line in text.splitlines() if line.startswith("| ENTP medium |")).strip("| ").split(" | ")
     arm = found["arms"]["ENTP medium"]
     assert row[1:3] == ["1", "60"]

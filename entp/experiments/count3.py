@@ -31,7 +31,7 @@ FAST_TARGET = 0.99
 FAST_SECONDS = 1100.0
 """What FAST_STEPS of ENTP are expected to take on one H200; not measured yet."""
 FAST_RATES: dict[Mode, float] = {"entp": 6e-4, "decoder": 1e-3, "prefix": 1e-3}
-"""ENTP's is a guess from rates tried on smaller models and on shorter sequences; for the others none were tried (docs/LOG.md)."""
+"""ENTP's is a guess from rates tried on smaller models and shorter sequences; for the others none were tried (docs/LOG.md)."""
 
 
 def paper_run(mode: Mode, size: str) -> Run:

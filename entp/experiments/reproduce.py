@@ -88,7 +88,7 @@ def reproduce(
     for signal_caught in _side_by_side(recipe, arms, how) if jobs > 1 else _one_by_one(recipe, arms, how):
         stopped, results = signal_caught, _write(recipe, runs, record, places)  # what is done is not lost with what is not
     for picture in places.values():
-        _draw(recipe, results, picture)
+        draw(recipe, results, picture)
     return {**results, "stopped_by": stopped}
 
 
@@ -102,7 +102,7 @@ def _write(recipe: Recipe, runs: Path, record: Path | None, places: Iterable[Pat
     return results
 
 
-def _draw(recipe: Recipe, results: dict[str, Any], picture: Path) -> None:
+def draw(recipe: Recipe, results: dict[str, Any], picture: Path) -> None:
     """The curves, and the recipe's own picture beside them."""
     curves, *own = pictures(recipe, picture)
     draw_curves(recipe, results, curves)

@@ -114,6 +114,10 @@ class OptimConfig:
     """Largest gradient norm; 0 turns clipping off."""
     whiten: int = 0
     """For muon: whiten directions on the side of the MLPs' hidden units; what does it is renewed every so many steps. 0: no."""
+    grow_from: int | None = None
+    """Train only so many blocks at first, the first ones and the last; the others wait as identities, which cost nothing."""
+    grow_at: int = 0
+    """Step from which the waiting blocks are trained as well, with grow_from."""
 
     def __post_init__(self) -> None:
         _check_numbers(self, "optim.")
@@ -134,6 +138,12 @@ class OptimConfig:
         if self.whiten < 0 or (self.whiten and self.name != "muon"):
             problems.append(
                 f"optim.whiten is {self.whiten} with optim.name {self.name}: it must be 0, or a number of steps and muon"
+            )
+        none, both = self.grow_from is None and self.grow_at == 0, (self.grow_from or 0) >= 1 and self.grow_at >= 1
+        if not none and not both:
+            problems.append(
+                f"optim.grow_from is {self.grow_from} and optim.grow_at {self.grow_at}: give both, a number of blocks and the "
+                "step at which the others join, each at least 1, or none of them"
             )
         _raise(problems + _choice_problems(self, "optim."))
 
@@ -214,6 +224,11 @@ class Run:
             problems.append(f"seed is {self.seed}: it must be below 2^32, so that no two streams of data can meet")
         if self.optim.decay == "seconds" and self.train.max_seconds is None:
             problems.append("optim.decay seconds needs train.max_seconds: the time at whose end the rate is optim.min_lr")
+        if self.optim.grow_from is not None and self.optim.grow_from >= self.model.layers:
+            problems.append(
+                f"optim.grow_from {self.optim.grow_from} must be below model.layers {self.model.layers}: "
+                "the model grows from some of its blocks to all of them"
+            )
         needs = self.task.model_needs()
         if self.model.position != "none" and self.model.positions < needs["positions"]:
             problems.append(

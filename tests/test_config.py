@@ -273,6 +273,7 @@ OTHER_VALUES = {
     "train.max_seconds": 5.0,
     "optim.decay": "seconds",
     "optim.shape": "linear",
+    "optim.grow_from": 2,
     "train.precision": "fp32",
     "train.graph": False,
     "train.compile": True,
@@ -284,6 +285,8 @@ TOGETHER = {
     "task.length": [("model.positions", 65)],
     "optim.decay": [("train.max_seconds", 5.0)],
     "optim.whiten": [("optim.name", "muon")],
+    "optim.grow_from": [("optim.grow_at", 5)],
+    "optim.grow_at": [("optim.grow_from", 2)],
 }
 FIXED_BY_THE_TASK = {"model.vocab", "model.input_dim", "model.outputs"}
 
@@ -308,6 +311,13 @@ def test_time_is_part_of_a_schedule_that_follows_it() -> None:
     longer = dataclasses.replace(clocked, train=dataclasses.replace(run.train, max_seconds=6.0))
     assert config_hash(timed) == config_hash(run)
     assert len({config_hash(one) for one in (run, clocked, longer)}) == 3
+
+
+def test_growing_is_part_of_the_schedule() -> None:
+    run = RUNS["defaults"]
+    grown = [(None, 0), (1, 50), (2, 50), (2, 51)]
+    hashes = {config_hash(dataclasses.replace(run, optim=OptimConfig(grow_from=blocks, grow_at=at))) for blocks, at in grown}
+    assert len(hashes) == 4
 
 
 def test_whitening_is_part_of_muon() -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from entp.config import Run
+from entp.config import OptimConfig, Run
 from entp.engine.api import choose
 from entp.engine.budget import step_token_budget
 from entp.engine.layout import pack, positions_of, rows_of, split, trim, whole_sequences
@@ -44,6 +44,14 @@ class State:
     step: int = 0
     seconds: float = 0.0
     best: dict[str, float] = field(default_factory=dict)
+    shallow: Transformer | None = None
+
+    def working(self, optim: OptimConfig) -> Transformer:
+        """What the step that comes next trains: the model, or before optim.grow_at its first blocks and the last."""
+        if optim.grow_from is None or self.step >= optim.grow_at:
+            return self.model
+        self.shallow = self.shallow or self.model.shallow(optim.grow_from)
+        return self.shallow
 
     def save(self) -> dict[str, Any]:
         """Everything but the weights, as plain values and tensors."""
@@ -86,7 +94,7 @@ def train_step(
     In mode entp the prefixes are split by the token budget; the gradients of the parts add up to the same gradient.
     """
     _prepare(run, state)
-    return _update(run, state, _inputs(run, state.model, batch, device, world), world, stop)
+    return _update(run, state, _inputs(run, state.working(run.optim), batch, device, world), world, stop)
 
 
 def _prepare(run: Run, state: State) -> None:
@@ -117,7 +125,7 @@ def _tables(run: Run, parts: list[Tensor], device: torch.device) -> list[object]
 
 def _update(run: Run, state: State, inputs: Inputs, world: World, stop: bool) -> tuple[Tensor, Tensor, bool]:
     """Gradients of every part, added up, and the optimizers' step."""
-    model = state.model
+    model = state.working(run.optim)
     total, sums = _gradients(run, model, inputs)
     for p, gradient in sums.items():
         p.grad = gradient
@@ -162,6 +170,7 @@ class Stepper:
         self.run, self.state, self.device, self.world = run, state, device, world
         self.seen: Counter[bytes] = Counter()
         self.graphs: dict[bytes, _Recorded] = {}
+        self.recorded: Transformer | None = None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Batch, stop: bool = False) -> tuple[Tensor, Tensor, bool]:
@@ -169,6 +178,10 @@ class Stepper:
         if self.stream is None or not self._can_record(batch):
             return train_step(self.run, self.state, batch, self.device, self.world, stop)
         _prepare(self.run, self.state)
+        if self.recorded is not self.state.working(self.run.optim):  # other blocks: the old graphs' memory goes back
+            self.recorded = self.state.working(self.run.optim)
+            self.graphs.clear()
+            self.seen.clear()
         key = hashlib.blake2b(repr(batch.x.shape).encode() + (batch.y != IGNORE).tobytes()).digest()
         if key not in self.graphs:
             if len(self.seen) >= MOST_SEEN:
@@ -184,7 +197,7 @@ class Stepper:
     def warm_up(self, batch: Batch) -> None:
         """Have everything compiled and tuned that a step needs on CUDA, without changing anything: its gradients, unused."""
         if self.stream is not None:
-            _gradients(self.run, self.state.model, self._to_device(batch))
+            _gradients(self.run, self.state.working(self.run.optim), self._to_device(batch))
             torch.cuda.synchronize(self.device)
 
     def _can_record(self, batch: Batch) -> bool:
@@ -193,10 +206,10 @@ class Stepper:
         if not run.train.graph or self.world.size > 1 or batch.lengths is not None:
             return False
         with rounding(run, self.device):
-            return run.mode != "entp" or choose(run.train.impl, self.device, self.state.model).impl == "triton"
+            return run.mode != "entp" or choose(run.train.impl, self.device, self.state.working(run.optim)).impl == "triton"
 
     def _to_device(self, batch: Batch) -> Inputs:
-        return _inputs(self.run, self.state.model, batch, self.device, self.world)
+        return _inputs(self.run, self.state.working(self.run.optim), batch, self.device, self.world)
 
     def _eager(self, batch: Batch, stop: bool) -> tuple[Tensor, Tensor, bool]:
         """A step on the stream that recording will use."""

@@ -69,6 +69,8 @@ def train(run: Run, out: str | Path, *, device: str = "auto", resume: bool = Fal
 def _train(run: Run, out: Path, device: torch.device, world: World, resume: bool, quiet: bool) -> Result:
     torch.manual_seed(run.seed)
     model = Transformer(run.model).to(device)
+    if run.optim.grow_from is not None:
+        model.put_to_sleep(run.optim.grow_from)
     state = State(model, make_optimizers(model, run.optim))
     folder = checkpoint.newest(out) if resume else None
     if folder is not None:
@@ -163,19 +165,24 @@ class Loop:
             self.metrics.write("train", step, {**line, "seconds": round(self.state.seconds, 3)})
 
     def measure(self) -> bool:
-        """Evaluate, keep the best weights for the next save, and say whether the target is reached."""
+        """Evaluate, keep the best weights for the next save, and say whether the target is reached (by all blocks)."""
         self.watch.check()
         state = self.state
         self.valid = self.valid or list(some_batches(self.run, "valid", self.run.train.eval_batches))
-        self.values = evaluate(state.model, self.run, batches=self.valid, device=self.device, world=self.world)
-        better = _is_better(self.run, self.values, state.best)
+        model = state.working(self.run.optim)
+        self.values = evaluate(model, self.run, batches=self.valid, device=self.device, world=self.world)
+        grown = self.run.optim.grow_at
+        before = (
+            state.best if state.best.get("step", 0) >= grown or state.step < grown else {}
+        )  # of all blocks, once they are trained
+        better = _is_better(self.run, self.values, before)
         if better:
             state.best = {**self.values, "step": state.step}
             self.best = {name: t.detach().clone() for name, t in state.model.state_dict().items()}
         self.progress.line(state.step, self.values)
         if self.metrics:
             self.metrics.write("eval", state.step, self.values)
-        return _reached(self.run, self.values)
+        return state.step >= grown and _reached(self.run, self.values)
 
     def save(self) -> None:
         """A checkpoint to continue from, and one of the best weights since the last, unless the weights have gone bad."""

@@ -1,0 +1,45 @@
+"""The trained models that come with entp do on new sequences what their files say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import entp
+from entp import pretrained
+from entp.intervals import wilson
+from entp.training.checkpoint import load_run
+from entp.training.evaluation import evaluate
+
+MEGABYTES = 2**20
+
+
+def made(name: str) -> dict:
+    return json.loads((pretrained.HERE / name / "made.json").read_text())
+
+
+def test_there_is_one_of_each_kind() -> None:
+    modes = {load_run(Path(name)).mode for name in pretrained.names()}
+    assert modes == {"entp", "decoder"}
+
+
+@pytest.mark.parametrize("name", pretrained.names())
+def test_it_is_small_and_says_how_it_was_made(name: str) -> None:
+    assert sum(f.stat().st_size for f in (pretrained.HERE / name).iterdir()) <= 3 * MEGABYTES
+    told = made(name)
+    assert told["parameters"] == sum(p.numel() for p in entp.load(name).parameters())
+    assert told["training"]["environment"]["commit"]
+    assert told["training"]["seconds"] > 0
+
+
+@pytest.mark.parametrize("name", pretrained.names())
+def test_it_does_what_it_says(name: str) -> None:
+    """512 sequences of another seed: the share of right ones fits to that of the 10,000 it was measured on."""
+    found = evaluate(entp.load(name), load_run(Path(name)), split="test", batches=16, seed=12345)
+    low, high = wilson(round(found["sequence_accuracy"] * found["n"]), found["n"])
+    told_low, told_high = made(name)["fresh"]["sequence_accuracy_interval"]
+    assert found["n"] == 512
+    assert low <= told_high
+    assert high >= told_low

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from entp import __version__
-from entp.config import Run, run_from_json
+from entp.config import Run
+from entp.config_json import run_from_json
 from entp.errors import InputError, TrainingStopped, one_of
 from entp.options import (
     BenchGenerateOptions,

@@ -1,25 +1,21 @@
-"""What a run is: frozen dataclasses that check themselves, and their JSON.
+"""What a run is: frozen dataclasses that check themselves.
 
     run = Run(task=Count3(), model=model_for(Count3(), "small"), mode="entp", steps=200, batch=16)
-    run == run_from_json(run_to_json(run))
+    run == run_from_json(run_to_json(run))  # entp/config_json.py
 
 Nothing here imports torch, so that the command line starts at once.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import math
-import sys
 import types
 import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from entp.errors import InputError, one_of
-from entp.tasks.base import TASKS, Task, task_class, task_name
+from entp.tasks.base import Task
 
 Mode = Literal["entp", "decoder", "prefix"]
 Impl = Literal["auto", "reference", "packed", "triton"]
@@ -258,67 +254,6 @@ def model_for(task: Task, size: str = "small", **changes: Any) -> ModelConfig:
     if size not in SIZES:
         raise one_of("size", size, SIZES)
     return ModelConfig(**{**task.model_needs(), **SIZES[size], **changes})
-
-
-def run_to_json(run: Run) -> dict[str, Any]:
-    """A dict of plain values; `run_from_json` gives back an equal run."""
-    data = dataclasses.asdict(run)
-    data["task"] = {"name": task_name(run.task), **data["task"]}
-    return data
-
-
-def run_from_json(data: Any, where: str = "config") -> Run:
-    """The run that `data` describes; unknown keys and wrong types are errors that name the key, missing ones are defaults.
-
-    A file never makes us import code: a task that is not built in must have been imported by the caller before.
-    """
-    from pydantic import ConfigDict, TypeAdapter, ValidationError
-
-    if not isinstance(data, dict) or not isinstance(data.get("task"), dict) or "name" not in data["task"]:
-        raise InputError(f"{where} is not the configuration of a run: it has no task with a name.")
-    data = dict(data)
-    fields = dict(data.pop("task"))
-    name = str(fields.pop("name"))
-    if name not in TASKS and name.partition(":")[0] not in sys.modules:
-        raise InputError(f"{where} uses the task {name}, which is not built in: import it first (command line: --task {name}).")
-    cls = task_class(name)
-    parts = {"task": cls, "model": ModelConfig, "optim": OptimConfig, "train": TrainConfig}
-    values = {"task": fields, **{name: data.pop(name, {}) for name in ("model", "optim", "train")}}
-    built: dict[str, Any] = {}
-    for name, kind in parts.items():
-        kind.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
-        try:
-            built[name] = TypeAdapter(kind).validate_python(values[name])
-        except ValidationError as error:
-            raise InputError(f"{where} cannot be read: {_explain(name, error)}.") from None
-    unknown = set(data) - {f.name for f in dataclasses.fields(Run)}
-    if unknown:
-        raise InputError(f"{where} has unknown keys: {', '.join(sorted(unknown))}.")
-    return Run(**built, **data)
-
-
-def _explain(part: str, error: Any) -> str:
-    """pydantic's findings, each with the key it is about."""
-    found = []
-    for e in error.errors():
-        message = str(e["msg"]).removeprefix("Value error, ").rstrip(".")
-        found.append(message if e["type"] == "value_error" else f"{'.'.join([part, *map(str, e['loc'])])}: {message}")
-    return "; ".join(found)
-
-
-FREE_TO_CHANGE = ("steps", "train.checkpoint_every", "train.log_every", "train.mirror", "train.target", "train.max_seconds")
-"""What may differ when a run is resumed: none of it changes what a step computes."""
-
-
-def config_hash(run: Run) -> str:
-    """Ten characters that change whenever what a step computes or an evaluation measures does."""
-    data = run_to_json(run)
-    for path in FREE_TO_CHANGE:
-        *group, name = path.split(".")
-        del (data[group[0]] if group else data)[name]
-    if run.optim.decay == "seconds":  # then the time is part of the schedule
-        data["train"]["max_seconds"] = run.train.max_seconds
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:10]
 
 
 def _choice_problems(config: Any, prefix: str) -> list[str]:

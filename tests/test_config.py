@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from entp import SIZES, InputError, ModelConfig, OptimConfig, Run, TrainConfig
-from entp.config import FREE_TO_CHANGE, config_hash, model_for, run_from_json, run_to_json
+from entp.config import model_for
+from entp.config_json import FREE_TO_CHANGE, config_hash, run_from_json, run_to_json
 from entp.tasks import Task
 from entp.tasks.counting import Count2, Count3, Match3, count2_next
 
@@ -330,7 +331,7 @@ def test_whitening_is_part_of_muon() -> None:
 
 
 def test_hash_is_ten_characters_and_the_same_everywhere() -> None:
-    imports = "from entp.config import *; from entp.tasks.counting import Count3"
+    imports = "from entp.config import *; from entp.config_json import config_hash; from entp.tasks.counting import Count3"
     assert fresh_python(f"{imports}; print(config_hash(Run(Count3(), model_for(Count3()))))") == config_hash(RUNS["defaults"])
     assert len(config_hash(RUNS["defaults"])) == 10
 

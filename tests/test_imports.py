@@ -14,7 +14,7 @@ import entp
 ROOT = Path(entp.__file__).parent
 LEVELS = [
     {"errors", "intervals", "table", "pretrained"},
-    {"tasks", "config"},
+    {"tasks", "config", "config_json"},
     {"attention", "model"},
     {"engine"},
     {"training", "theory", "hf"},

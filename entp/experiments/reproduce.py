@@ -20,7 +20,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from entp.config import Run, config_hash, run_from_json
+from entp.config import Run
+from entp.config_json import config_hash, run_from_json
 from entp.errors import InputError, one_of
 from entp.experiments.pictures import draw_curves
 from entp.experiments.recipe import Recipe, find_recipe

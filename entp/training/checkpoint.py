@@ -31,7 +31,8 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from entp import pretrained
-from entp.config import ModelConfig, Run, run_from_json, run_to_json
+from entp.config import ModelConfig, Run
+from entp.config_json import run_from_json, run_to_json
 from entp.errors import InputError
 from entp.model import Transformer
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from entp.config import FREE_TO_CHANGE, Run, run_from_json, run_to_json
+from entp.config import Run
+from entp.config_json import FREE_TO_CHANGE, run_from_json, run_to_json
 from entp.errors import InputError
 from entp.training import checkpoint
 from entp.training.distributed import World

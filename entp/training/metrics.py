@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from entp import __version__
-from entp.config import Run, run_to_json
+from entp.config import Run
+from entp.config_json import run_to_json
 from entp.errors import InputError
 from entp.training.checkpoint import write_file
 

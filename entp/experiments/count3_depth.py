@@ -16,7 +16,8 @@ SECONDS = 60.0
 
 
 def depth_run(mode: Mode, layers: int, length: int) -> Run:
-    """Width 192, a quarter of the sequence random, Muon with a rate that falls on a line and ends with the minute."""
+    """Width 192, a quarter of the sequence random, whitened Muon with a rate that falls on a line and ends with the minute."""
+    optim = OptimConfig("muon", 1e-3, 2e-5, warmup=200, decay="seconds", shape="linear", weight_decay=0.0, whiten=300)
     task = Count3(seed_length=length // 4, length=length, values=length)
     return Run(
         task=task,
@@ -24,7 +25,7 @@ def depth_run(mode: Mode, layers: int, length: int) -> Run:
         mode=mode,
         steps=10**7,
         batch=64,
-        optim=OptimConfig("muon", max_lr=1e-3, min_lr=2e-5, warmup=200, weight_decay=0.0, decay="seconds", shape="linear"),
+        optim=optim,
         train=TrainConfig(eval_every=1000, eval_batches=8, checkpoint_every=5000, max_seconds=SECONDS),
     )
 

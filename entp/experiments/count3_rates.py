@@ -17,14 +17,15 @@ SECONDS = 45.0
 
 
 def rate_run(mode: Mode, rate: float) -> Run:
-    """Medium, as the fast arms: Muon, no weight decay, a rate that falls on a line and ends with the time."""
+    """Medium, as the fast arms: whitened Muon, no weight decay, a rate that falls on a line and ends with the time."""
+    optim = OptimConfig("muon", rate, rate / 50, warmup=200, decay="seconds", shape="linear", weight_decay=0.0, whiten=300)
     return Run(
         task=TASK,
         model=model_for(TASK, "medium"),
         mode=mode,
         steps=10**7,
         batch=64,
-        optim=OptimConfig("muon", max_lr=rate, min_lr=rate / 50, warmup=200, weight_decay=0.0, decay="seconds", shape="linear"),
+        optim=optim,
         train=TrainConfig(
             eval_every=1000,
             eval_batches=8,

@@ -114,6 +114,8 @@ class OptimConfig:
     """Train only so many blocks at first, the first ones and the last; the others wait as identities, which cost nothing."""
     grow_at: int = 0
     """Step from which the waiting blocks are trained as well, with grow_from."""
+    select: bool = False
+    """In mode entp: once most predictions are right, gradients of some only, drawn by their errors and weighted: unbiased."""
 
     def __post_init__(self) -> None:
         _check_numbers(self, "optim.")
@@ -225,6 +227,8 @@ class Run:
                 f"optim.grow_from {self.optim.grow_from} must be below model.layers {self.model.layers}: "
                 "the model grows from some of its blocks to all of them"
             )
+        if self.optim.select and self.mode != "entp":
+            problems.append(f"optim.select is for mode entp, where each prediction has a cost of its own, not for {self.mode}")
         needs = self.task.model_needs()
         if self.model.position != "none" and self.model.positions < needs["positions"]:
             problems.append(

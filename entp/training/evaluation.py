@@ -36,15 +36,19 @@ def forward(model: Transformer, run: Run, x: Tensor, at: Tensor, lengths: Tensor
         )
 
 
-def loss_sum(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
-    """The task's loss summed over rows: outputs (M, k), targets (M,)."""
-    if task.loss == "squared_error":
-        return F.mse_loss(outputs.float().squeeze(-1), targets.float(), reduction="sum")
-    if outputs.is_cuda and triton_missing(outputs.device) is None:
+def loss_sum(task: Task, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The task's loss summed over rows, each times its weight if there are weights: outputs (M, k), targets (M,)."""
+    if outputs.is_cuda and task.loss == "cross_entropy" and triton_missing(outputs.device) is None:
         from entp.engine.triton.loss import cross_entropy
 
-        return cross_entropy(outputs, targets)
-    return F.cross_entropy(outputs.float(), targets, reduction="sum")
+        return cross_entropy(outputs, targets, weights)
+    wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+    reduction = "sum" if weights is None else "none"
+    if task.loss == "squared_error":
+        rows = F.mse_loss(wide.squeeze(-1), targets.to(wide.dtype), reduction=reduction)
+    else:
+        rows = F.cross_entropy(wide, targets, reduction=reduction)
+    return rows if weights is None else rows @ weights.to(rows.dtype)
 
 
 @torch.no_grad()

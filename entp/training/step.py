@@ -26,6 +26,7 @@ from entp.training import checkpoint
 from entp.training.distributed import World, add_up_gradients
 from entp.training.evaluation import forward, loss_sum, rounding
 from entp.training.optim import learning_rate, renew_whiteners, restore_optimizer, save_optimizer, set_learning_rate
+from entp.training.selection import RENEW, Selection, chances, draw, errors, places_of, renewed, starts
 
 EAGER_STEPS = 3
 """Steps of the same shapes before they are recorded: kernels are compiled and optimizer state made in them."""
@@ -45,6 +46,7 @@ class State:
     seconds: float = 0.0
     best: dict[str, float] = field(default_factory=dict)
     shallow: Transformer | None = None
+    selection: Selection | None = None
 
     def working(self, optim: OptimConfig) -> Transformer:
         """What the step that comes next trains: the model, or before optim.grow_at its first blocks and the last."""
@@ -56,7 +58,8 @@ class State:
     def save(self) -> dict[str, Any]:
         """Everything but the weights, as plain values and tensors."""
         states = [save_optimizer(o) for o in self.optimizers]
-        return {"step": self.step, "seconds": self.seconds, "best": self.best, "optimizers": states}
+        saved = {"step": self.step, "seconds": self.seconds, "best": self.best, "optimizers": states}
+        return saved if self.selection is None else {**saved, "selection": self.selection.save()}
 
     def restore(self, folder: Path) -> None:
         """Continue from a checkpoint."""
@@ -65,6 +68,8 @@ class State:
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             restore_optimizer(optimizer, state)
         self.step, self.seconds, self.best = saved["step"], saved["seconds"], saved["best"]
+        if "selection" in saved:
+            self.selection = Selection.restore(saved["selection"], next(self.model.parameters()).device)
 
 
 def rate_of(run: Run, state: State) -> float:
@@ -84,6 +89,32 @@ class Inputs(NamedTuple):
     """Targets in the whole batch, over all processes."""
     tables: list[object]
     """What the engine looks up for the parts, held for as long as a recorded step may read it."""
+    chosen: Chosen | None = None
+    """Which predictions get gradients, if not all."""
+
+
+class Chosen(NamedTuple):
+    """A selection on the device."""
+
+    selection: Selection
+    parts: list[Tensor]
+    """Masks (taken, T) on the CPU."""
+    start: Tensor
+    """(places,) the random numbers of the step."""
+    places: Tensor
+    counts: Tensor
+    place: Tensor
+    turn: Tensor
+
+
+class Work(NamedTuple):
+    """What gradients are computed of: rows of x with their targets and weights, part by part."""
+
+    x: Tensor
+    y: Tensor
+    lengths: Tensor | None
+    weights: Tensor | None
+    parts: list[Tensor]
 
 
 def train_step(
@@ -93,17 +124,24 @@ def train_step(
 
     In mode entp the prefixes are split by the token budget; the gradients of the parts add up to the same gradient.
     """
-    _prepare(run, state)
-    return _update(run, state, _inputs(run, state.working(run.optim), batch, device, world), world, stop)
+    _prepare(run, state, batch, device, world)
+    return _update(run, state, _inputs(run, state, batch, device, world), world, stop)
 
 
-def _prepare(run: Run, state: State) -> None:
-    """What changes between steps in the optimizers."""
+def _prepare(run: Run, state: State, batch: Batch, device: torch.device, world: World) -> None:
+    """What changes between steps: in the optimizers, and now and then in which predictions are chosen."""
     set_learning_rate(state.optimizers, rate_of(run, state))
     renew_whiteners(state.optimizers, run.optim, state.step)
+    if run.optim.select and state.step % RENEW == 0:
+        places, share = places_of(batch, run.task), batch.part(world.rank, world.size)
+        found = None
+        if state.selection is None:
+            found = _all_errors(run, state.working(run.optim), _inputs(run, state, batch, device, world))[0][:, list(places)]
+        state.selection = renewed(state.selection, found, places, len(share.x))
 
 
-def _inputs(run: Run, model: Transformer, batch: Batch, device: torch.device, world: World) -> Inputs:
+def _inputs(run: Run, state: State, batch: Batch, device: torch.device, world: World) -> Inputs:
+    model = state.working(run.optim)
     asked = int((batch.y != IGNORE).sum())
     batch = batch.part(world.rank, world.size)
     at = torch.from_numpy(batch.y != IGNORE)
@@ -111,11 +149,18 @@ def _inputs(run: Run, model: Transformer, batch: Batch, device: torch.device, wo
     parts = list(split(at, budget)) if run.mode == "entp" else [at]
     x, y = (torch.from_numpy(part).to(device, non_blocking=True) for part in (batch.x, batch.y))
     lengths = None if batch.lengths is None else torch.from_numpy(batch.lengths).to(device)
-    return Inputs(x, y, lengths, parts, asked, [])
+    chosen = None
+    if state.selection is not None:
+        places_of(batch, run.task)  # it must ask for the same predictions
+        some = list(split(state.selection.mask, budget))
+        start = starts(run, state.step, len(state.selection.places), world.rank).to(device)
+        chosen = Chosen(state.selection, some, start, *state.selection.indices(device))
+    return Inputs(x, y, lengths, parts, asked, [], chosen)
 
 
-def _tables(run: Run, parts: list[Tensor], device: torch.device) -> list[object]:
+def _tables(run: Run, inputs: Inputs) -> list[object]:
     """The tables of all parts, made before a step is recorded."""
+    device, parts = inputs.x.device, inputs.parts + (inputs.chosen.parts if inputs.chosen else [])
     if run.mode == "entp":
         packings = [pack(part[trim(part)], device) for part in parts]
     else:
@@ -137,17 +182,47 @@ def _update(run: Run, state: State, inputs: Inputs, world: World, stop: bool) ->
 
 
 def _gradients(run: Run, model: Transformer, inputs: Inputs) -> tuple[Tensor, dict[Tensor, Tensor | None]]:
-    """The loss and its gradient by every parameter, over all parts."""
+    """The loss and its gradient by every parameter, over all parts; if predictions are chosen, an unbiased estimate of it."""
     total = torch.zeros((), device=inputs.x.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     sums: list[Tensor | None] = [None] * len(parameters)
-    for part in inputs.parts:
-        outputs = forward(model, run, inputs.x, part, inputs.lengths)
-        targets = inputs.y.flatten().index_select(0, positions_of(part, inputs.y.device))
-        loss = loss_sum(run.task, outputs, targets) / inputs.asked
+    work = Work(inputs.x, inputs.y, inputs.lengths, None, inputs.parts)
+    if inputs.chosen is not None:
+        work, all_of_it = _choose(run, model, inputs, inputs.chosen)
+    for part in work.parts:
+        outputs = forward(model, run, work.x, part, work.lengths)
+        at = positions_of(part, work.y.device)
+        weights = None if work.weights is None else work.weights.index_select(0, at // part.shape[1])
+        loss = loss_sum(run.task, outputs, work.y.flatten().index_select(0, at), weights) / inputs.asked
         sums = _added(sums, torch.autograd.grad(loss, parameters, allow_unused=True))
         total += loss.detach()
-    return total, dict(zip(parameters, sums, strict=True))
+    return total if inputs.chosen is None else all_of_it, dict(zip(parameters, sums, strict=True))
+
+
+@torch.no_grad()
+def _all_errors(run: Run, model: Transformer, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """(B, T) the error of each prediction, 0 where there is none; and the batch's loss."""
+    found = torch.zeros(inputs.y.numel(), device=inputs.y.device)
+    total = torch.zeros((), device=inputs.x.device)
+    for part in inputs.parts:
+        at = positions_of(part, inputs.y.device)
+        outputs, targets = forward(model, run, inputs.x, part, inputs.lengths), inputs.y.flatten().index_select(0, at)
+        found.index_copy_(0, at, errors(run.task, outputs, targets).to(found.dtype))
+        total += loss_sum(run.task, outputs, targets) / inputs.asked
+    return found.view(inputs.y.shape), total
+
+
+@torch.no_grad()
+def _choose(run: Run, model: Transformer, inputs: Inputs, chosen: Chosen) -> tuple[Work, Tensor]:
+    """The predictions that get gradients, and the loss of all."""
+    found, total = _all_errors(run, model, inputs)
+    found = found.index_select(1, chosen.places)
+    chosen.selection.note(found)
+    chance = chances(found, chosen.counts)
+    taken = draw(chance, chosen.place, chosen.turn, chosen.start)
+    time = chosen.selection.mask.shape[1]
+    weights = 1 / chance[taken, chosen.place].to(found.dtype)
+    return Work(inputs.x[taken, :time], inputs.y[taken, :time], None, weights, chosen.parts), total
 
 
 def _added(sums: list[Tensor | None], more: tuple[Tensor | None, ...]) -> list[Tensor | None]:
@@ -170,16 +245,18 @@ class Stepper:
         self.run, self.state, self.device, self.world = run, state, device, world
         self.seen: Counter[bytes] = Counter()
         self.graphs: dict[bytes, _Recorded] = {}
-        self.recorded: Transformer | None = None
+        self.recorded: tuple[Transformer | None, Selection | None] = (None, None)
+        """What the graphs belong to: the blocks that are trained, and which predictions are chosen."""
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Batch, stop: bool = False) -> tuple[Tensor, Tensor, bool]:
         """As train_step. On CUDA the loss and norm returned are overwritten by the next step."""
         if self.stream is None or not self._can_record(batch):
             return train_step(self.run, self.state, batch, self.device, self.world, stop)
-        _prepare(self.run, self.state)
-        if self.recorded is not self.state.working(self.run.optim):  # other blocks: the old graphs' memory goes back
-            self.recorded = self.state.working(self.run.optim)
+        _prepare(self.run, self.state, batch, self.device, self.world)
+        now = (self.state.working(self.run.optim), self.state.selection)
+        if any(a is not b for a, b in zip(self.recorded, now, strict=True)):  # the old graphs' memory goes back
+            self.recorded = now
             self.graphs.clear()
             self.seen.clear()
         key = hashlib.blake2b(repr(batch.x.shape).encode() + (batch.y != IGNORE).tobytes()).digest()
@@ -190,9 +267,9 @@ class Stepper:
             if self.seen[key] <= EAGER_STEPS or len(self.graphs) >= MOST_GRAPHS:
                 return self._eager(batch, stop)
             inputs = self._to_device(batch)
-            inputs.tables.extend(_tables(self.run, inputs.parts, inputs.x.device))
+            inputs.tables.extend(_tables(self.run, inputs))
             self.graphs[key] = _Recorded(self.run, self.state, inputs, self.world, self.stream)
-        return *self.graphs[key].replay(batch), stop
+        return *self.graphs[key].replay(self.run, self.state, batch), stop
 
     def warm_up(self, batch: Batch) -> None:
         """Have everything compiled and tuned that a step needs on CUDA, without changing anything: its gradients, unused."""
@@ -209,7 +286,7 @@ class Stepper:
             return run.mode != "entp" or choose(run.train.impl, self.device, self.state.working(run.optim)).impl == "triton"
 
     def _to_device(self, batch: Batch) -> Inputs:
-        return _inputs(self.run, self.state.working(self.run.optim), batch, self.device, self.world)
+        return _inputs(self.run, self.state, batch, self.device, self.world)
 
     def _eager(self, batch: Batch, stop: bool) -> tuple[Tensor, Tensor, bool]:
         """A step on the stream that recording will use."""
@@ -232,8 +309,11 @@ class _Recorded:
         with torch.cuda.graph(self.graph, stream=stream):
             self.loss, self.norm, _ = _update(run, state, inputs, world, False)
 
-    def replay(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def replay(self, run: Run, state: State, batch: Batch) -> tuple[Tensor, Tensor]:
         """The recorded step on this batch: its loss and the gradient's norm."""
+        chosen = self.inputs.chosen
+        if chosen is not None:
+            chosen.start.copy_(starts(run, state.step, len(chosen.places)), non_blocking=True)
         self.inputs.x.copy_(torch.from_numpy(batch.x), non_blocking=True)
         self.inputs.y.copy_(torch.from_numpy(batch.y), non_blocking=True)
         self.graph.replay()

@@ -93,9 +93,9 @@ def test_a_step_finds_all_its_tables(mode: str, monkeypatch: pytest.MonkeyPatch)
     """While a step is recorded none may be made: not in the first step after `_tables`, however many parts it has."""
     run = small_run(mode=mode, train={"token_budget": 3})
     state, _ = start(run, "cpu")
-    inputs = step._inputs(run, state.model, batches(run, 1)[0], torch.device("cpu"), World())
+    inputs = step._inputs(run, state, batches(run, 1)[0], torch.device("cpu"), World())
     assert len(inputs.parts) == (48 if mode == "entp" else 1)  # more than the recent ones that are kept in any case
-    inputs.tables.extend(step._tables(run, inputs.parts, inputs.x.device))
+    inputs.tables.extend(step._tables(run, inputs))
     made: list[object] = []
     for shared in (layout._packings, layout._positions):
         monkeypatch.setattr(shared, "make", lambda *args, make=shared.make: made.append(args) or make(*args))

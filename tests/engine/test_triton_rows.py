@@ -323,14 +323,15 @@ def targets_below(count: int, vocab: int, seed: int) -> Tensor:
 
 
 @settings(max_examples=EXAMPLES)
-@given(st.integers(0, 9), st.sampled_from([1, 2, 3, 64, 100, 4095]), st.integers(0, 99))
-@example(2, loss.BLOCK + 1, 0)
-@example(1, 2 * loss.BLOCK, 0)
-def test_cross_entropy(count: int, vocab: int, seed: int) -> None:
-    """Vocabularies that are one block, less, or several and a bit; no rows at all is a loss of 0."""
+@given(st.integers(0, 9), st.sampled_from([1, 2, 3, 64, 100, 4095]), st.integers(0, 99), st.booleans())
+@example(2, loss.BLOCK + 1, 0, True)
+@example(1, 2 * loss.BLOCK, 0, False)
+def test_cross_entropy(count: int, vocab: int, seed: int, weighted: bool) -> None:
+    """Vocabularies that are one block, less, or several and a bit; no rows at all is a loss of 0; rows count by weights."""
     inputs, targets = [numbers(count, vocab, seed=seed, size=4.0)], targets_below(count, vocab, seed)
-    want = with_gradients(loss.plain_cross_entropy, inputs, targets)
-    assert worst(with_gradients(loss.cross_entropy, inputs, targets), want) < CLOSE
+    weights = numbers(count, seed=seed + 1).abs() if weighted else None
+    want = with_gradients(loss.plain_cross_entropy, inputs, targets, weights)
+    assert worst(with_gradients(loss.cross_entropy, inputs, targets, weights), want) < CLOSE
 
 
 @pytest.mark.parametrize("size", [1e3, 1e5])

@@ -1,7 +1,7 @@
 """Cross entropy over a large vocabulary without a copy of the logits in fp32.
 
 Defined by `plain_cross_entropy`. The backward pass reads the logits once more: softmax(logits) - onehot(target), times the
-gradient, in the logits' own type.
+gradient, in the logits' own type. With weights, rows count by them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from torch import Tensor
 BLOCK = 4096
 
 
-def plain_cross_entropy(logits_MV: Tensor, targets_M: Tensor) -> Tensor:
-    """Summed over rows, in fp32 or float64."""
-    return F.cross_entropy(logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32)), targets_M, reduction="sum")
+def plain_cross_entropy(logits_MV: Tensor, targets_M: Tensor, weights_M: Tensor | None = None) -> Tensor:
+    """Summed over rows, each times its weight if there are weights, in fp32 or float64."""
+    logits_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
+    if weights_M is None:
+        return F.cross_entropy(logits_MV, targets_M, reduction="sum")
+    return F.cross_entropy(logits_MV, targets_M, reduction="none") @ weights_M.to(logits_MV.dtype)
 
 
 @triton.jit
@@ -41,38 +44,44 @@ def _loss_forward(logits, targets, loss, lse, V, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _loss_backward(logits, targets, lse, grad, out, V, BLOCK: tl.constexpr):
+def _loss_backward(logits, targets, weights, lse, grad, out, V, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr):
     row, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     z, g = tl.load(lse + row), tl.load(grad)
+    if WEIGHTED:
+        g *= tl.load(weights + row)
     value = tl.load(logits + row * V + cols, mask=cols < V, other=float("-inf")).to(lse.dtype.element_ty)
     value = g * (tl.exp(value - z) - tl.where(cols == tl.load(targets + row), 1.0, 0.0))
     tl.store(out + row * V + cols, value.to(out.dtype.element_ty), mask=cols < V)
 
 
-def cross_entropy(logits_MV: Tensor, targets_M: Tensor) -> Tensor:
+def cross_entropy(logits_MV: Tensor, targets_M: Tensor, weights_M: Tensor | None = None) -> Tensor:
     """As plain_cross_entropy."""
-    return _CrossEntropy.apply(logits_MV, targets_M)
+    return _CrossEntropy.apply(logits_MV, targets_M, weights_M)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx, logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
         logits = logits.contiguous()
         wide = torch.promote_types(logits.dtype, torch.float32)
         loss, lse = (torch.empty(len(logits), dtype=wide, device=logits.device) for _ in range(2))
         if len(logits):
             _loss_forward[(len(logits),)](logits, targets, loss, lse, logits.shape[1], _block(logits))
-        ctx.save_for_backward(logits, targets, lse)
-        return loss.sum()
+        weights = None if weights is None else weights.to(wide).contiguous()
+        ctx.save_for_backward(logits, targets, weights, lse)
+        return loss.sum() if weights is None else loss @ weights
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        logits, targets, lse = ctx.saved_tensors
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        logits, targets, weights, lse = ctx.saved_tensors
         out = torch.empty_like(logits)
         if len(logits):
             grid = (len(logits), triton.cdiv(logits.shape[1], _block(logits)))
-            _loss_backward[grid](logits, targets, lse, grad, out, logits.shape[1], _block(logits))
-        return out, None
+            any_weights = lse if weights is None else weights  # read only if there are weights
+            _loss_backward[grid](
+                logits, targets, any_weights, lse, grad, out, logits.shape[1], _block(logits), WEIGHTED=weights is not None
+            )
+        return out, None, None
 
 
 def _block(logits: Tensor) -> int:

@@ -1,0 +1,294 @@
+"""Gradients of chosen predictions: their expectation is the gradient of all, and a run with them continues as any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_runs import FLAGS, TASK, small_run
+from small_runs import entp as command
+from torch import Tensor
+
+import entp
+from entp.config import OptimConfig, Run, TrainConfig, model_for
+from entp.errors import InputError
+from entp.tasks.base import IGNORE, Batch
+from entp.tasks.counting import Count3
+from entp.training import checkpoint, selection, step
+from entp.training.distributed import World
+from entp.training.optim import make_optimizers
+from entp.training.selection import Selection, chances, decide, draw, places_of, renewed, starts
+from entp.training.step import State, Stepper, train_step
+
+CPU = torch.device("cpu")
+
+
+def some_errors(sequences: int, places: int, seed: int) -> Tensor:
+    """Errors as they are late in training: most of them small."""
+    return torch.rand(sequences, places, generator=torch.Generator().manual_seed(seed)).double() ** 6
+
+
+def trained(run: Run, steps: int = 30) -> State:
+    """A model that has learned a little, in float64, so that its errors differ."""
+    torch.manual_seed(run.seed)
+    model = entp.Transformer(run.model).double()
+    state = State(model, make_optimizers(model, run.optim))
+    for number in range(steps):
+        train_step(run, state, run.task.batch(1, "train", number, run.batch), CPU, World())
+    return state
+
+
+def chosen_here(counts: tuple[int, ...], run: Run) -> Selection:
+    places = places_of(run.task.batch(0, "train", 0, run.batch), run.task)
+    ones = torch.ones(len(places))
+    return Selection(places, ones, ones.clone(), counts)
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 12), st.integers(1, 5), st.integers(0, 99), st.data())
+def test_chances(sequences: int, places: int, seed: int, data: Any) -> None:
+    """They add up to the counts, none is above 1, and among those below 1 they are in proportion to the errors."""
+    errors = some_errors(sequences, places, seed)
+    counts = torch.tensor(data.draw(st.lists(st.integers(1, sequences), min_size=places, max_size=places)))
+    chance = chances(errors, counts)
+    assert chance.max() <= 1
+    assert chance.min() > 0
+    assert torch.allclose(chance.sum(0), counts.double(), rtol=1e-9)
+    raised = errors + selection.FLOOR * errors.mean(0)
+    for n in range(places):
+        below = chance[:, n] < 1
+        ratio = chance[below, n] / raised[below, n]
+        assert ratio.numel() == 0 or float(ratio.max() / ratio.min()) == pytest.approx(1, rel=1e-6)
+        assert below.all() or ratio.numel() == 0 or raised[~below, n].min() * ratio.max() >= 1 - 1e-6
+
+
+def test_chances_without_errors_are_equal() -> None:
+    assert torch.allclose(chances(torch.zeros(4, 2), torch.tensor([1, 3])), torch.tensor([[0.25, 0.75]] * 4).double())
+
+
+def test_drawn_by_their_chances_and_none_twice() -> None:
+    """The share of all starts at which a prediction is taken is its chance, to the width of the grid of starts."""
+    counts, grid = (3, 1, 6), 2000
+    chance = chances(some_errors(8, 3, 0), torch.tensor(counts))
+    drawn = chosen_here(counts, small_run(task=TASK))
+    taken = torch.zeros(8, 3)
+    for start in (np.arange(grid) + 0.5) / grid:
+        which = draw(chance, drawn.place, drawn.turn, torch.full((3,), float(start)))
+        assert len({*zip(which.tolist(), drawn.place.tolist(), strict=True)}) == len(which) == 10
+        taken[which, drawn.place] += 1 / grid
+    assert (taken - chance).abs().max() < 2 / grid
+
+
+@pytest.mark.parametrize("budget", [None, 40])
+def test_the_expected_gradient_is_that_of_all(budget: int | None) -> None:
+    """Exactly: what is drawn changes at finitely many starts, and between them the gradients are averaged by the distance."""
+    run = small_run(optim={"clip": 0.0}, train={"precision": "fp32", "token_budget": budget})
+    state, batch = trained(run), run.task.batch(0, "train", 0, run.batch)
+    whole, wanted = step._gradients(run, state.model, step._inputs(run, state, batch, CPU, World()))
+    errors, loss = step._all_errors(run, state.model, step._inputs(run, state, batch, CPU, World()))
+    assert float(loss) == pytest.approx(float(whole), rel=1e-6)
+    state.selection = chosen_here((1, 2, 3, 1, 4, 5), run)
+    inputs = step._inputs(run, state, batch, CPU, World())
+    assert inputs.chosen is not None
+    assert len(inputs.chosen.parts) == (1 if budget is None else 4)
+    ends = chances(errors[:, list(state.selection.places)], inputs.chosen.counts).cumsum(0)
+    cuts = torch.cat([torch.zeros(1), ends.flatten() % 1, torch.ones(1)]).double().unique()
+    mean: dict[Tensor, Tensor] = {}
+    spread = 0.0
+    for low, high in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+        inputs.chosen.start.fill_((low + high) / 2)
+        total, found = step._gradients(run, state.model, inputs)
+        assert float(total) == pytest.approx(float(whole), rel=1e-6)  # the loss that is reported is that of all
+        for p, g in found.items():
+            if g is not None:
+                mean[p] = mean.get(p, torch.zeros_like(p)) + (high - low) * g
+        spread = max(spread, max(float((g - wanted[p]).norm()) for p, g in found.items() if g is not None))
+    size = max(float(g.norm()) for g in wanted.values() if g is not None)
+    assert spread > 0.1 * size  # single draws differ from it
+    for p, g in wanted.items():
+        if g is not None:
+            assert float((mean[p] - g).norm()) < 1e-5 * size  # errors are kept in float32
+
+
+def test_all_taken_is_the_plain_step() -> None:
+    run = small_run(train={"precision": "fp32"})
+    batch = run.task.batch(0, "train", 0, run.batch)
+    plain, state = trained(run), trained(run)
+    state.selection = chosen_here((run.batch,) * 6, run)
+    want, want_norm, _ = train_step(run, plain, batch, CPU, World())
+    got, got_norm, _ = train_step(run, state, batch, CPU, World())
+    assert float(got) == pytest.approx(float(want), rel=1e-6)
+    assert float(got_norm) == pytest.approx(float(want_norm), rel=1e-9)
+    for p, q in zip(plain.model.parameters(), state.model.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=0, atol=1e-9)
+
+
+def test_the_variance_falls_with_larger_counts() -> None:
+    """And choosing by errors is better than choosing as many at random, for a model that knows half of the sequences."""
+    run = small_run(optim={"clip": 0.0}, train={"precision": "fp32"})
+    state, batch = trained(run), run.task.batch(0, "train", 0, run.batch)
+    for _ in range(200):
+        train_step(run, state, Batch(batch.x[:4], batch.y[:4]), CPU, World())
+    _, wanted = step._gradients(run, state.model, step._inputs(run, state, batch, CPU, World()))
+
+    def variance(count: int) -> float:
+        state.selection = chosen_here((count,) * 6, run)
+        inputs = step._inputs(run, state, batch, CPU, World())
+        assert inputs.chosen is not None
+        out = 0.0
+        for number in range(40):
+            inputs.chosen.start.copy_(starts(run, number, 6))
+            _, found = step._gradients(run, state.model, inputs)
+            out += sum(float((g - wanted[p]).square().sum()) for p, g in found.items() if g is not None)
+        return out
+
+    by_error = [variance(count) for count in (1, 3, 6)]
+    assert by_error[0] > by_error[1] > by_error[2]
+    old, selection.FLOOR = selection.FLOOR, 1e6  # all chances alike
+    try:
+        assert variance(3) > 1.2 * by_error[1]
+    finally:
+        selection.FLOOR = old
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 64), st.integers(1, 40), st.integers(0, 99))
+def test_counts(batch: int, places: int, seed: int) -> None:
+    """Within 1 and the batch, and together about what the errors that carry the gradient cost."""
+    errors = some_errors(batch, places, seed)
+    mean, square = errors.mean(0), errors.square().mean(0)
+    where = tuple(range(3, 3 + places))
+    counts = decide(mean, square, where, batch)
+    assert all(1 <= count <= batch for count in counts)
+    length = np.array(where) + 1
+    budget = float((length * batch * (mean**2 / square).numpy()).sum())
+    assert budget - 1e-6 <= length @ np.array(counts) <= budget + length.sum()
+
+
+def test_counts_follow_the_errors() -> None:
+    """Four times the error, twice the root of the length: twice as many. Without any errors: one of each would do."""
+    mean = torch.tensor([0.01, 0.04])
+    counts = decide(mean, mean**2 * 4, (3, 15), 1000)
+    assert counts[1] / counts[0] == pytest.approx(2, rel=0.05)
+    assert decide(torch.zeros(3), torch.zeros(3), (0, 1, 2), 8) == (8, 8, 8)
+
+
+def test_it_begins_when_it_pays_and_keeps_counts_that_are_good_enough() -> None:
+    """Equal errors do not pay. What paid is kept until other counts are clearly better."""
+    places = (3, 4, 5)
+    assert renewed(None, torch.ones(8, 3), places, 8) is None
+    rare = torch.zeros(64, 3)
+    rare[:3] = 1.0
+    first = renewed(None, rare, places, 64)
+    assert first is not None
+    assert renewed(first, None, places, 64) is first
+    first.mean[2] *= 4
+    first.square[2] *= 16
+    second = renewed(first, None, places, 64)
+    assert second is not None
+    assert second is not first
+    assert second.mean is first.mean  # a recorded step goes on writing into it
+    assert second.counts[2] / second.counts[1] > 1.5 * first.counts[2] / first.counts[1]
+    second.square.copy_(second.mean**2)
+    assert renewed(second, None, places, 64) is None
+
+
+def selecting_run(**changes: Any) -> Run:
+    return small_run(optim={"select": True, **changes.pop("optim", {})}, steps=12, **changes)
+
+
+@pytest.fixture
+def early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Selection that begins at once, with half of what it would take, and is renewed every 4 steps."""
+    monkeypatch.setattr(step, "RENEW", 4)
+    monkeypatch.setattr(selection, "PAYS_BELOW", 2.0)
+    decided = selection.decide
+    monkeypatch.setattr(selection, "decide", lambda *about: tuple(-(-count // 2) for count in decided(*about)))
+
+
+@pytest.mark.usefixtures("early")
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    whole = entp.train(selecting_run(), tmp_path / "whole", device="cpu", quiet=True)
+    entp.train(selecting_run(train={"max_seconds": 1e-9}), tmp_path / "parts", device="cpu", quiet=True)
+    parts = entp.train(selecting_run(), tmp_path / "parts", device="cpu", quiet=True, resume=True)
+    assert parts.step == whole.step == 12
+    a, b = (entp.load(tmp_path / name, "last").state_dict() for name in ("whole", "parts"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    plain = entp.train(small_run(steps=12), tmp_path / "plain", device="cpu", quiet=True)
+    assert plain.metrics != whole.metrics
+
+
+@pytest.mark.usefixtures("early")
+def test_the_choice_is_drawn_anew_in_every_step() -> None:
+    run = selecting_run()
+    assert not torch.equal(starts(run, 3, 6), starts(run, 4, 6))
+    assert torch.equal(starts(run, 3, 6), starts(run, 3, 6))
+    assert not torch.equal(starts(run, 3, 6), starts(run, 3, 6, rank=1))
+
+
+def test_it_learns_as_the_plain_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 36 sequences, all of which it knows in the end; choosing begins on the way and saves more than half of the tokens."""
+    monkeypatch.setattr(step, "RENEW", 50)
+    task = Count3(seed_length=2, length=6, values=6)
+    losses = {}
+    for select in (False, True):
+        run = Run(
+            task,
+            model_for(task, "small", layers=2, heads=2, width=32),
+            steps=400,
+            batch=32,
+            optim=OptimConfig(max_lr=1e-2, min_lr=1e-3, warmup=20, decay_steps=400, select=select),
+            train=TrainConfig(eval_every=100, checkpoint_every=100),
+        )
+        out = tmp_path / str(select)
+        result = entp.train(run, out, device="cpu", quiet=True)
+        losses[select] = result.metrics["loss"]
+        assert result.metrics["sequence_accuracy"] == 1.0
+        saved = checkpoint.read_trainer(checkpoint.newest(out))
+        assert ("selection" in saved) == select
+    kept = Selection.restore(saved["selection"], CPU)
+    assert kept.rows < 0.5 * 32 * sum(range(2, 6))
+    assert losses[True] < 2 * losses[False] + 1e-3
+
+
+def test_only_where_it_makes_sense(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"optim\.select is for mode entp"):
+        small_run(mode="decoder", optim={"select": True})
+    done = command("train", "count3", *FLAGS, "--mode=decoder", "--optim.select", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "optim.select is for mode entp" in done.stderr
+    batch = TASK.batch(0, "train", 0, 3)
+    y = batch.y.copy()
+    y[0, 5] = IGNORE
+    for other in (Batch(batch.x, y), Batch(batch.x, batch.y, np.array([9, 9, 9]))):
+        with pytest.raises(InputError, match="the same places of every sequence"):
+            places_of(other, TASK)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("early")
+def test_recorded_steps_choose_as_plain_ones_do() -> None:
+    from entp.training.trainer import make_optimizers as make
+
+    found = []
+    for graph in (True, False):
+        run = selecting_run(train={"precision": "fp32", "graph": graph})
+        torch.manual_seed(0)
+        model = entp.Transformer(run.model).cuda()
+        state = State(model, make(model, run.optim))
+        stepper = Stepper(run, state, torch.device("cuda"), World())
+        values = []
+        for number in range(14):
+            loss, norm, _ = stepper(run.task.batch(0, "train", number, run.batch))
+            values.append((float(loss), float(norm)))
+            state.step += 1
+        assert bool(stepper.graphs) == graph
+        found.append((np.array(values), [p.detach().clone() for p in model.parameters()]))
+    (a, weights), (b, others) = found
+    assert a == pytest.approx(b, rel=1e-4)
+    assert all(torch.allclose(p, q, rtol=0, atol=1e-4) for p, q in zip(weights, others, strict=True))

@@ -33,7 +33,7 @@ def learning_rate(config: OptimConfig, step: int, spent: float = 0.0) -> float:
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon with its matrices of one shape orthogonalised in one batched call, in fp32 on a CPU.
+    """torch's Muon with its matrices of one shape, lying or standing, orthogonalised in one batched call, in fp32 on a CPU.
 
     torch's own step works in bfloat16 everywhere; a CPU without bfloat16 instructions takes tens of seconds for that. A group's
     "parts" says for each parameter how many matrices are stacked in it, each of which is orthogonalised for itself; "whiten",
@@ -48,28 +48,32 @@ class Muon(torch.optim.Muon):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            same_shape: dict[torch.Size, list[Move]] = defaultdict(list)
             everyone = len(group["params"])
             parts, whiten = group.get("parts") or [1] * everyone, group.get("whiten") or [False] * everyone
-            for p, n, white in zip(group["params"], parts, whiten, strict=True):
-                if p.grad is not None:
-                    whitener = self._gather(p) if white else None
-                    pieces = zip(p.chunk(n), self._direction(p, group).chunk(n), strict=True)
-                    same_shape[p[: len(p) // n].shape].extend(Move(matrix, way, whitener) for matrix, way in pieces)
+            moving = [m for m in zip(group["params"], parts, whiten, strict=True) if m[0].grad is not None]
+            same_shape: dict[tuple[int, int, bool], list[Move]] = defaultdict(list)
+            for (p, n, white), way in zip(moving, self._directions([p for p, _, _ in moving], group), strict=True):
+                whitener = self._gather(p) if white else None
+                for matrix, part in zip(p.chunk(n), way.chunk(n), strict=True):
+                    short, long = sorted(matrix.shape)
+                    same_shape[short, long, white].append(Move(matrix, part, whitener, matrix.shape[0] < long))
             for moves in same_shape.values():
                 _move(moves, group)
         return loss
 
-    def _direction(self, p: nn.Parameter, group: dict) -> Tensor:
-        """The gradient's running mean, one gradient ahead of itself with Nesterov's momentum."""
-        assert p.grad is not None
-        state = self.state[p]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-        average = state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
-        return p.grad.lerp(average, group["momentum"]) if group["nesterov"] else average
+    def _directions(self, matrices: list[nn.Parameter], group: dict) -> list[Tensor]:
+        """The gradients' running means, one gradient ahead of themselves with Nesterov's momentum."""
+        if not matrices:
+            return []
+        for p in matrices:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        gradients = [p.grad for p in matrices if p.grad is not None]
+        averages = [self.state[p]["momentum_buffer"] for p in matrices]
+        torch._foreach_lerp_(averages, gradients, 1 - group["momentum"])
+        return list(torch._foreach_lerp(gradients, averages, group["momentum"])) if group["nesterov"] else averages
 
-    def _gather(self, p: nn.Parameter) -> Tensor:
+    def _gather(self, p: Tensor) -> Tensor:
         """Add this gradient to the products of its rows (its long side), and give their whitener as it is now."""
         assert p.grad is not None
         state, gradient = self.state[p], p.grad if p.shape[0] > p.shape[1] else p.grad.mT
@@ -93,34 +97,38 @@ class Muon(torch.optim.Muon):
 
 
 class Move(NamedTuple):
-    """A matrix, the direction it is moved against, and what whitens its long side, if anything does."""
+    """A matrix, the direction it is moved against, what whitens its long side, if anything does; lying is wider than tall."""
 
     matrix: Tensor
     direction: Tensor
     whitener: Tensor | None
+    lying: bool
 
 
 def _move(moves: list[Move], group: dict) -> None:
-    """Move matrices of one shape, each against its direction made orthogonal.
+    """Move matrices of one shape, lying or standing, each against its direction made orthogonal.
 
     Whitened, it is made orthogonal in coordinates in which the gradients' rows have more equal sizes, and taken back.
     """
-    rows, columns = moves[0].matrix.shape
-    rate = group["lr"] * 0.2 * math.sqrt(max(rows, columns))  # "match_rms_adamw": AdamW's rates carry over
-    ways = torch.stack([move.direction for move in moves])
+    moves = sorted(moves, key=lambda move: move.lying)
+    rate = group["lr"] * 0.2 * math.sqrt(max(moves[0].matrix.shape))  # "match_rms_adamw": AdamW's rates carry over
+    ways = torch.stack([move.direction.mT if move.lying else move.direction for move in moves])
     whiteners = [move.whitener for move in moves if move.whitener is not None]
     if not whiteners:
         updates = orthogonalise(ways, group["ns_steps"], group["eps"])
     else:
-        ways = ways if rows > columns else ways.mT
         white = torch.stack(whiteners).to(torch.bfloat16 if ways.is_cuda else ways.dtype)
         straight = orthogonalise(white @ ways.to(white.dtype), group["ns_steps"], group["eps"]).to(white.dtype)
         updates = white @ straight
         size, now = (x.float().norm(dim=(1, 2), keepdim=True) for x in (straight, updates))
         updates = updates * (size / now.clamp(min=group["eps"]))
-        updates = updates if rows > columns else updates.mT
-    for move, update in zip(moves, updates, strict=True):
-        move.matrix.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.to(move.matrix.dtype) * rate)
+    updates = updates.to(ways.dtype) * rate
+    matrices, lying = [move.matrix for move in moves], sum(move.lying for move in moves)
+    if group["weight_decay"]:
+        torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+    standing = len(moves) - lying
+    steps = [*updates[:standing].unbind(), *updates[standing:].mT.contiguous().unbind()]
+    torch._foreach_sub_(matrices, steps)  # one launch, because each step lies in memory as its matrix does
 
 
 def orthogonalise(g: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:

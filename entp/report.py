@@ -13,7 +13,7 @@ from typing import Any
 from entp.errors import InputError
 from entp.experiments import RECIPES
 from entp.experiments.recipe import Recipe, find_recipe
-from entp.experiments.reproduce import draw, pictures, read_file
+from entp.experiments.reproduce import draw, read_file
 
 HEAD = """# Results
 
@@ -49,23 +49,26 @@ def _files(results: Path) -> dict[str, Path]:
 def _section(recipe: Recipe, results: dict[str, Any], path: Path, beside: Path) -> str:
     ran = {label: arm for label, arm in results["arms"].items() if arm.get("runs")}
     idle = {label: arm for label, arm in results["arms"].items() if not arm.get("runs")}
-    columns = [f"{m.replace('_', ' ')}: {who}" for m in recipe.metrics for who in ("paper", "best")]
+    told = {m for arm in ran.values() for m in arm["paper"]}
+    columns = [
+        f"{m.replace('_', ' ')}: {who}" for m in recipe.metrics for who in ("paper", "best") if who == "best" or m in told
+    ]
     alone = any((arm.get("fresh") or {}).get("generated") for arm in ran.values())
     head = ["arm", "seeds", "steps", "seconds", *columns, "fresh sequences right", *(["right alone"] if alone else [])]
-    rows = [_row(recipe, label, arm, alone) for label, arm in ran.items()]
+    rows = [_row(recipe, label, arm, told, alone) for label, arm in ran.items()]
     lines = [f"\n## {recipe.name}\n", f"{recipe.title}. {recipe.question}\n", f"    entp reproduce {recipe.name}\n"]
     lines += [_line(head), _line(["---"] * len(head)), *map(_line, rows)]
     lines += [f"\n{_where(ran)}"]
     if idle:
-        told = [f"{label} ({arm['why']})" if "why" in arm else label for label, arm in idle.items()]
-        lines.append(f"\nNot run: {'; '.join(told)}.")
-    for picture in pictures(recipe, path.with_suffix(".png")):
-        if picture.is_file():
-            lines.append(f"\n![{recipe.title}]({Path(os.path.relpath(picture, beside.parent)).as_posix()})")
+        names = [f"{label} ({arm['why']})" if "why" in arm else label for label, arm in idle.items()]
+        lines.append(f"\nNot run: {'; '.join(names)}.")
+    picture = path.with_suffix(".png")
+    if picture.is_file():
+        lines.append(f"\n![{recipe.title}]({Path(os.path.relpath(picture, beside.parent)).as_posix()})")
     return "\n".join(lines) + "\n"
 
 
-def _row(recipe: Recipe, label: str, arm: dict[str, Any], alone: bool) -> list[str]:
+def _row(recipe: Recipe, label: str, arm: dict[str, Any], told: set[str], alone: bool) -> list[str]:
     done = arm["status"] == "done"
     row = [
         label if done else f"{label} ({arm['status']})",
@@ -75,13 +78,14 @@ def _row(recipe: Recipe, label: str, arm: dict[str, Any], alone: bool) -> list[s
     ]
     for metric in recipe.metrics:
         paper = arm["paper"].get(metric)
-        row += [f"{paper['value']:.4g}" if paper else "", f"{arm['ours'][metric]:.4f}"]
+        row += [f"{paper['value']:.4g}" if paper else ""] if metric in told else []
+        row.append(f"{arm['ours'][metric]:.4f}")
     fresh = arm["fresh"] or {}
     share, inside = fresh.get("sequence_accuracy"), fresh.get("sequence_accuracy_interval")
     row.append(f"{share:.4f} ({inside[0]:.4f} to {inside[1]:.4f}), n = {fresh['n']:,}" if inside else "")
     if alone:
-        told = fresh.get("generated")
-        row.append(f"{told['right']} of {told['n']} ({told['interval'][0]:.4f} to {told['interval'][1]:.4f})" if told else "")
+        own = fresh.get("generated")
+        row.append(f"{own['right']} of {own['n']} ({own['interval'][0]:.4f} to {own['interval'][1]:.4f})" if own else "")
     return row
 
 

@@ -59,29 +59,33 @@ def _draw_arm(panel: Any, arm: dict[str, Any], metric: str, colour: str, label: 
 
 
 def draw_depth(results: dict[str, Any], path: Path) -> None:
-    """Count3 by depth: token and sequence accuracy on fresh sequences against length, and accuracy inside the longest.
+    """Count3 by depth: accuracy on fresh sequences against length; for each length, accuracy inside it, and learning.
 
     Labels are "decoder, 3 layers, 32 integers".
     """
-    figure = new_figure(15, 4.2)
+    points = [(_parts(label), arm["runs"][0]) for label, arm in results["arms"].items() if arm.get("fresh")]
+    lengths = sorted({length for (_, _, length), _ in points})
+    figure = new_figure(15, 10) if lengths else None
     if figure is None:
         return
-    points = [(_parts(label), arm["fresh"], arm["runs"][0]) for label, arm in results["arms"].items() if arm.get("fresh")]
-    panels = figure.subplots(1, 3)
-    for panel, metric in zip(panels, ("token_accuracy", "sequence_accuracy"), strict=False):
-        for label, lengths, values, style in depth_lines(results, metric):
-            panel.plot(lengths, values, label=label, **style)
-    longest = max((length for (_, _, length), _, _ in points), default=0)
-    for (mode, layers, length), _, run in points:
-        inside = run.get("final", {}).get("by_length", {})
-        if length == longest and inside:
-            panels[2].plot([int(n) for n in inside], list(inside.values()), **{**_style(mode, layers), "marker": None})
-    for panel, name in zip(panels, ("token accuracy", "sequence accuracy"), strict=False):
-        panel.set(xlabel="integers in a sequence", ylabel=f"{name} on fresh sequences", ylim=(-0.03, 1.03))
-    panels[2].set(
-        xlabel="integers read", ylabel="share of right answers", title=f"inside sequences of {longest}", ylim=(-0.03, 1.03)
-    )
-    panels[0].legend(fontsize=7)
+    above, below = figure.subfigures(2, 1, height_ratios=(1, 1.6))
+    for panel, metric in zip(above.subplots(1, 2), ("token_accuracy", "sequence_accuracy"), strict=True):
+        for label, where, values, style in depth_lines(results, metric):
+            panel.plot(where, values, label=label, **style)
+        name = metric.replace("_", " ")
+        panel.set(xlabel="integers in a sequence", ylabel=f"{name} on fresh sequences", ylim=(-0.03, 1.03), xticks=lengths)
+    panel.legend(fontsize=8)
+    inside, learning = below.subplots(2, len(lengths), sharey="row", squeeze=False)
+    for (mode, layers, length), run in points:
+        number, style = lengths.index(length), {**_style(mode, layers), "marker": None}
+        right = run.get("final", {}).get("by_length", {})
+        inside[number].plot([int(n) for n in right], list(right.values()), **style)
+        learning[number].plot([r["step"] / 1000 for r in run["curve"]], [r["loss"] for r in run["curve"]], **style)
+    for length, first, second in zip(lengths, inside, learning, strict=True):
+        first.set(title=f"{length} integers", xlabel="integers read", ylim=(-0.03, 1.03))
+        second.set(xlabel="optimizer steps (thousands)", ylim=(0, None))
+    inside[0].set_ylabel("share of right answers")
+    learning[0].set_ylabel("validation loss")
     figure.suptitle(results["title"], fontsize=10)
     figure.savefig(path, dpi=120)
 
@@ -93,7 +97,7 @@ def depth_lines(results: dict[str, Any], metric: str) -> list[tuple[str, list[in
     for mode, layers in sorted({(mode, layers) for (mode, layers, _), _ in points}):
         mine = sorted((length, fresh[metric]) for (m, k, length), fresh in points if (m, k) == (mode, layers))
         lengths, values = [n for n, _ in mine], [value for _, value in mine]
-        lines.append((f"{mode}, {layers} layers", lengths, values, _style(mode, layers)))
+        lines.append((f"{mode}, {layers} layer{'s' if layers > 1 else ''}", lengths, values, _style(mode, layers)))
     return lines
 
 

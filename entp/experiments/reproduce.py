@@ -104,17 +104,11 @@ def _write(recipe: Recipe, runs: Path, record: Path | None, places: Iterable[Pat
 
 
 def draw(recipe: Recipe, results: dict[str, Any], picture: Path) -> None:
-    """The curves, and the recipe's own picture beside them."""
-    curves, *own = pictures(recipe, picture)
-    draw_curves(recipe, results, curves)
-    for name in own:
-        assert recipe.picture is not None
-        recipe.picture(results, name)
-
-
-def pictures(recipe: Recipe, curves: Path) -> list[Path]:
-    """Where the curves are drawn, and the recipe's own picture, if it has one."""
-    return [curves] + ([curves.with_name(f"{curves.stem}_own.png")] if recipe.picture else [])
+    """The recipe's own picture if it has one, else the curves."""
+    if recipe.picture is not None:
+        recipe.picture(results, picture)
+    else:
+        draw_curves(recipe, results, picture)
 
 
 def _one_by_one(recipe: Recipe, arms: list[tuple[str, Run]], how: How) -> Iterator[int | None]:
@@ -236,10 +230,9 @@ def _arm(recipe: Recipe, label: str, runs: Path, kept: Kept) -> dict[str, Any]:
     ran = [one for one in found if one is not None]
     if not ran:
         return {"status": "not run", "paper": paper}
-    states = {one["status"] for one in ran} | ({"not run"} if len(ran) < len(found) else set())
-    status = states.pop() if len(states) == 1 else ", ".join(one["status"] if one else "not run" for one in found)
+    states, idle = list(dict.fromkeys(one["status"] for one in ran)), len(found) - len(ran)
     return {
-        "status": status,
+        "status": ", ".join([*states, f"{idle} {'seeds' if idle > 1 else 'seed'} not run"] if idle else states),
         "ours": {m: sum(one["best"][m] for one in ran) / len(ran) for m in recipe.metrics},
         "paper": paper,
         "fresh": _fresh([one["final"] for one in ran if "final" in one]),
@@ -315,16 +308,18 @@ def _fresh(finals: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def results_table(results: dict[str, Any], metrics: tuple[str, ...]) -> str:
-    """The table paper | ours; a dash where the paper gives no number, or nothing was measured."""
+    """The table paper | ours; a dash where the paper gives no number, or nothing was measured. No column of dashes only."""
+    told = {metric for arm in results["arms"].values() for metric in arm.get("paper", {})}
     rows = []
     for label, arm in results["arms"].items():
         row = [label, arm["status"]]
         for metric in metrics:
             paper = arm.get("paper", {}).get(metric)
-            row += [f"{paper['value']:.4g}" if paper else "-", f"{arm['ours'][metric]:.4g}" if "ours" in arm else "-"]
+            row += [f"{paper['value']:.4g}" if paper else "-"] if metric in told else []
+            row.append(f"{arm['ours'][metric]:.4g}" if "ours" in arm else "-")
         seeds = str(len(arm["seeds"])) if "seeds" in arm else "-"
         rows.append([*row, *_fresh_cells(arm.get("fresh")), seeds, f"{arm['seconds']:.0f}" if "seconds" in arm else "-"])
-    head = ["", "status", *(f"{m} {who}" for m in metrics for who in ("paper", "ours"))]
+    head = ["", "status", *(f"{m} {who}" for m in metrics for who in ("paper", "ours") if who == "ours" or m in told)]
     return format_table([*head, "fresh sequences right", "continued right", "seeds", "seconds"], rows)
 
 

@@ -65,7 +65,8 @@ def test_tiny_runs_and_continues(name: str, tmp_path: Path) -> None:
             assert {"torch", "commit", "date", "device"} <= run["environment"].keys()
             assert run["final"]["n"] >= recipe.fresh
     assert (folder / "curves.png").stat().st_size > 10_000
-    assert "sequence_accuracy paper" in first.stdout
+    assert "sequence_accuracy ours" in first.stdout
+    assert ("sequence_accuracy paper" in first.stdout) == bool(recipe.paper)
     kept = {p: p.stat().st_mtime_ns for p in folder.glob("*/checkpoints/*/model.safetensors")}
     again = entp("reproduce", name, "--tiny", "--device=cpu", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
@@ -133,7 +134,7 @@ def test_arms_side_by_side_are_the_arms_one_by_one(tmp_path: Path) -> None:
         assert [run["final"].pop("trained_side_by_side") for run in (first, second)] == [1, 2]
         assert first["final"] == second["final"]
         assert [r["loss"] for r in first["curve"]] == [r["loss"] for r in second["curve"]]
-    assert (tmp_path / "one/count3-depth-tiny/curves_own.png").stat().st_size > 10_000
+    assert (tmp_path / "one/count3-depth-tiny/curves.png").stat().st_size > 10_000
 
 
 def test_several_seeds_and_what_they_did_on_fresh_sequences(tmp_path: Path) -> None:

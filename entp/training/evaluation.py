@@ -42,13 +42,16 @@ def loss_sum(task: Task, outputs: Tensor, targets: Tensor, weights: Tensor | Non
         from entp.engine.triton.loss import cross_entropy
 
         return cross_entropy(outputs, targets, weights)
+    rows = loss_rows(task, outputs, targets)
+    return rows.sum() if weights is None else rows @ weights.to(rows.dtype)
+
+
+def loss_rows(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
+    """The task's loss of each row, in fp32 or float64."""
     wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-    reduction = "sum" if weights is None else "none"
     if task.loss == "squared_error":
-        rows = F.mse_loss(wide.squeeze(-1), targets.to(wide.dtype), reduction=reduction)
-    else:
-        rows = F.cross_entropy(wide, targets, reduction=reduction)
-    return rows if weights is None else rows @ weights.to(rows.dtype)
+        return F.mse_loss(wide.squeeze(-1), targets.to(wide.dtype), reduction="none")
+    return F.cross_entropy(wide, targets, reduction="none")
 
 
 @torch.no_grad()

@@ -24,9 +24,9 @@ from entp.model import Transformer
 from entp.tasks.base import IGNORE, Batch
 from entp.training import checkpoint
 from entp.training.distributed import World, add_up_gradients
-from entp.training.evaluation import forward, loss_sum, rounding
+from entp.training.evaluation import forward, loss_rows, loss_sum, rounding
 from entp.training.optim import learning_rate, renew_whiteners, restore_optimizer, save_optimizer, set_learning_rate
-from entp.training.selection import RENEW, Selection, chances, draw, errors, places_of, renewed, starts
+from entp.training.selection import RENEW, Chosen, Selection, chances, chosen, draw, errors, places_of, renewed, starts
 
 EAGER_STEPS = 3
 """Steps of the same shapes before they are recorded: kernels are compiled and optimizer state made in them."""
@@ -93,20 +93,6 @@ class Inputs(NamedTuple):
     """Which predictions get gradients, if not all."""
 
 
-class Chosen(NamedTuple):
-    """A selection on the device."""
-
-    selection: Selection
-    parts: list[Tensor]
-    """Masks (taken, T) on the CPU."""
-    start: Tensor
-    """(places,) the random numbers of the step."""
-    places: Tensor
-    counts: Tensor
-    place: Tensor
-    turn: Tensor
-
-
 class Work(NamedTuple):
     """What gradients are computed of: rows of x with their targets and weights, part by part."""
 
@@ -136,7 +122,8 @@ def _prepare(run: Run, state: State, batch: Batch, device: torch.device, world: 
         places, share = places_of(batch, run.task), batch.part(world.rank, world.size)
         found = None
         if state.selection is None:
-            found = _all_errors(run, state.working(run.optim), _inputs(run, state, batch, device, world))[0][:, list(places)]
+            inputs = _inputs(run, state, batch, device, world)
+            found = _errors(run, state.working(run.optim), inputs, inputs.parts)[0][:, list(places)]
         state.selection = renewed(state.selection, found, places, len(share.x))
 
 
@@ -149,18 +136,19 @@ def _inputs(run: Run, state: State, batch: Batch, device: torch.device, world: W
     parts = list(split(at, budget)) if run.mode == "entp" else [at]
     x, y = (torch.from_numpy(part).to(device, non_blocking=True) for part in (batch.x, batch.y))
     lengths = None if batch.lengths is None else torch.from_numpy(batch.lengths).to(device)
-    chosen = None
+    picked = None
     if state.selection is not None:
         places_of(batch, run.task)  # it must ask for the same predictions
-        some = list(split(state.selection.mask, budget))
-        start = starts(run, state.step, len(state.selection.places), world.rank).to(device)
-        chosen = Chosen(state.selection, some, start, *state.selection.indices(device))
-    return Inputs(x, y, lengths, parts, asked, [], chosen)
+        start = starts(run, state.step, len(state.selection.places), world.rank)
+        picked = chosen(state.selection, start, budget, device)
+    return Inputs(x, y, lengths, parts, asked, [], picked)
 
 
 def _tables(run: Run, inputs: Inputs) -> list[object]:
     """The tables of all parts, made before a step is recorded."""
-    device, parts = inputs.x.device, inputs.parts + (inputs.chosen.parts if inputs.chosen else [])
+    device, parts = inputs.x.device, inputs.parts
+    if inputs.chosen is not None:
+        parts = inputs.chosen.try_parts + inputs.chosen.take_parts
     if run.mode == "entp":
         packings = [pack(part[trim(part)], device) for part in parts]
     else:
@@ -188,7 +176,7 @@ def _gradients(run: Run, model: Transformer, inputs: Inputs) -> tuple[Tensor, di
     sums: list[Tensor | None] = [None] * len(parameters)
     work = Work(inputs.x, inputs.y, inputs.lengths, None, inputs.parts)
     if inputs.chosen is not None:
-        work, all_of_it = _choose(run, model, inputs, inputs.chosen)
+        work, estimate = _choose(run, model, inputs, inputs.chosen)
     for part in work.parts:
         outputs = forward(model, run, work.x, part, work.lengths)
         at = positions_of(part, work.y.device)
@@ -196,33 +184,35 @@ def _gradients(run: Run, model: Transformer, inputs: Inputs) -> tuple[Tensor, di
         loss = loss_sum(run.task, outputs, work.y.flatten().index_select(0, at), weights) / inputs.asked
         sums = _added(sums, torch.autograd.grad(loss, parameters, allow_unused=True))
         total += loss.detach()
-    return total if inputs.chosen is None else all_of_it, dict(zip(parameters, sums, strict=True))
+    return total if inputs.chosen is None else estimate, dict(zip(parameters, sums, strict=True))
 
 
 @torch.no_grad()
-def _all_errors(run: Run, model: Transformer, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """(B, T) the error of each prediction, 0 where there is none; and the batch's loss."""
-    found = torch.zeros(inputs.y.numel(), device=inputs.y.device)
-    total = torch.zeros((), device=inputs.x.device)
-    for part in inputs.parts:
+def _errors(run: Run, model: Transformer, inputs: Inputs, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """(B, T) the error of each prediction in the parts and its loss, as a share of the batch's; 0 elsewhere."""
+    found, losses = (torch.zeros(inputs.y.numel(), device=inputs.y.device) for _ in range(2))
+    for part in parts:
+        time = part.shape[1]
         at = positions_of(part, inputs.y.device)
-        outputs, targets = forward(model, run, inputs.x, part, inputs.lengths), inputs.y.flatten().index_select(0, at)
-        found.index_copy_(0, at, errors(run.task, outputs, targets).to(found.dtype))
-        total += loss_sum(run.task, outputs, targets) / inputs.asked
-    return found.view(inputs.y.shape), total
+        where = at // time * inputs.y.shape[1] + at % time  # parts may end before the last token
+        outputs, targets = forward(model, run, inputs.x[:, :time], part, None), inputs.y.flatten().index_select(0, where)
+        found.index_copy_(0, where, errors(run.task, outputs, targets).to(found.dtype))
+        losses.index_copy_(0, where, loss_rows(run.task, outputs, targets).to(found.dtype) / inputs.asked)
+    return found.view(inputs.y.shape), losses.view(inputs.y.shape)
 
 
 @torch.no_grad()
-def _choose(run: Run, model: Transformer, inputs: Inputs, chosen: Chosen) -> tuple[Work, Tensor]:
-    """The predictions that get gradients, and the loss of all."""
-    found, total = _all_errors(run, model, inputs)
-    found = found.index_select(1, chosen.places)
-    chosen.selection.note(found)
-    chance = chances(found, chosen.counts)
-    taken = draw(chance, chosen.place, chosen.turn, chosen.start)
-    time = chosen.selection.mask.shape[1]
-    weights = 1 / chance[taken, chosen.place].to(found.dtype)
-    return Work(inputs.x[taken, :time], inputs.y[taken, :time], None, weights, chosen.parts), total
+def _choose(run: Run, model: Transformer, inputs: Inputs, by: Chosen) -> tuple[Work, Tensor]:
+    """The predictions that get gradients, and an estimate of the batch's loss: exact if all were tried."""
+    found, losses = (t.index_select(1, by.places) for t in _errors(run, model, inputs, by.try_parts))
+    by.selection.note(found, by.tried)
+    chance = chances(found, by.tried, by.taken)
+    taken = draw(chance, by.tried, by.place, by.turn, by.start)
+    one_for = by.selection.batch / by.tried  # each one tried stands for so many
+    weights = (one_for[by.place] / chance[taken, by.place]).to(found.dtype)
+    time = by.selection.taken_mask.shape[1]
+    work = Work(inputs.x[taken, :time], inputs.y[taken, :time], None, weights, by.take_parts)
+    return work, (losses.sum(0) * one_for).sum()
 
 
 def _added(sums: list[Tensor | None], more: tuple[Tensor | None, ...]) -> list[Tensor | None]:

@@ -22,7 +22,7 @@ from entp.tasks.counting import Count3
 from entp.training import checkpoint, selection, step
 from entp.training.distributed import World
 from entp.training.optim import make_optimizers
-from entp.training.selection import Selection, chances, decide, draw, places_of, price, renewed, starts
+from entp.training.selection import Prices, Selection, chances, draw, places_of, renewed, starts
 from entp.training.step import State, Stepper, train_step
 
 CPU = torch.device("cpu")
@@ -43,45 +43,54 @@ def trained(run: Run, steps: int = 30) -> State:
     return state
 
 
-def chosen_here(counts: tuple[int, ...], run: Run) -> Selection:
+def chosen_here(taken: tuple[int, ...], run: Run, tried: tuple[int, ...] = (8,) * 6) -> Selection:
     places = places_of(run.task.batch(0, "train", 0, run.batch), run.task)
     ones = torch.ones(len(places))
-    return Selection(places, ones, ones.clone(), counts)
+    return Selection(places, run.batch, ones, ones.clone(), tried, taken)
 
 
 @settings(max_examples=60)
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(0, 99), st.data())
 def test_chances(sequences: int, places: int, seed: int, data: Any) -> None:
-    """They add up to the counts, none is above 1, and among those below 1 they are in proportion to the errors."""
-    errors = some_errors(sequences, places, seed)
-    counts = torch.tensor(data.draw(st.lists(st.integers(1, sequences), min_size=places, max_size=places)))
-    chance = chances(errors, counts)
+    """They add up to the numbers taken, none is above 1, and among those below 1 they are in proportion to the errors."""
+
+    def numbers(*most: int) -> Tensor:
+        return torch.tensor([data.draw(st.integers(1, m)) for m in most])
+
+    tried = numbers(*[sequences] * places)
+    taken = numbers(*tried.tolist())
+    wanted = torch.arange(sequences)[:, None] < tried
+    found = torch.where(wanted, some_errors(sequences, places, seed), 0.0)
+    chance = chances(found, tried, taken)
     assert chance.max() <= 1
-    assert chance.min() > 0
-    assert torch.allclose(chance.sum(0), counts.double(), rtol=1e-9)
-    raised = errors + selection.FLOOR * errors.mean(0)
+    assert torch.equal(chance > 0, wanted)
+    assert torch.allclose(chance.sum(0), taken.double(), rtol=1e-9)
+    raised = found + selection.FLOOR * found.sum(0) / tried
     for n in range(places):
-        below = chance[:, n] < 1
+        below = (chance[:, n] < 1) & wanted[:, n]
         ratio = chance[below, n] / raised[below, n]
         assert ratio.numel() == 0 or float(ratio.max() / ratio.min()) == pytest.approx(1, rel=1e-6)
-        assert below.all() or ratio.numel() == 0 or raised[~below, n].min() * ratio.max() >= 1 - 1e-6
+        sure = wanted[:, n] & ~below
+        assert not sure.any() or ratio.numel() == 0 or raised[sure, n].min() * ratio.max() >= 1 - 1e-6
 
 
 def test_chances_without_errors_are_equal() -> None:
-    assert torch.allclose(chances(torch.zeros(4, 2), torch.tensor([1, 3])), torch.tensor([[0.25, 0.75]] * 4).double())
+    chance = chances(torch.zeros(4, 2), torch.tensor([4, 3]), torch.tensor([1, 2]))
+    assert torch.allclose(chance, torch.tensor([[1 / 4, 2 / 3]] * 3 + [[1 / 4, 0]]).double())
 
 
 def test_drawn_by_their_chances_and_none_twice() -> None:
     """The share of all starts at which a prediction is taken is its chance, to the width of the grid of starts."""
-    counts, grid = (3, 1, 6), 2000
-    chance = chances(some_errors(8, 3, 0), torch.tensor(counts))
-    drawn = chosen_here(counts, small_run(task=TASK))
-    taken = torch.zeros(8, 3)
+    tried, taken, grid = torch.tensor([8, 4, 7]), (3, 1, 6), 2000
+    found = torch.where(torch.arange(8)[:, None] < tried, some_errors(8, 3, 0), 0.0)
+    chance = chances(found, tried, torch.tensor(taken))
+    drawn = chosen_here(taken, small_run(task=TASK))
+    share = torch.zeros(8, 3)
     for start in (np.arange(grid) + 0.5) / grid:
-        which = draw(chance, drawn.place, drawn.turn, torch.full((3,), float(start)))
+        which = draw(chance, tried, drawn.place, drawn.turn, torch.full((3,), float(start)))
         assert len({*zip(which.tolist(), drawn.place.tolist(), strict=True)}) == len(which) == 10
-        taken[which, drawn.place] += 1 / grid
-    assert (taken - chance).abs().max() < 2 / grid
+        share[which, drawn.place] += 1 / grid
+    assert (share - chance).abs().max() < 2 / grid
 
 
 @pytest.mark.parametrize("budget", [None, 40])
@@ -90,29 +99,49 @@ def test_the_expected_gradient_is_that_of_all(budget: int | None) -> None:
     run = small_run(optim={"clip": 0.0}, train={"precision": "fp32", "token_budget": budget})
     state, batch = trained(run), run.task.batch(0, "train", 0, run.batch)
     whole, wanted = step._gradients(run, state.model, step._inputs(run, state, batch, CPU, World()))
-    errors, loss = step._all_errors(run, state.model, step._inputs(run, state, batch, CPU, World()))
-    assert float(loss) == pytest.approx(float(whole), rel=1e-6)
     state.selection = chosen_here((1, 2, 3, 1, 4, 5), run)
     inputs = step._inputs(run, state, batch, CPU, World())
-    assert inputs.chosen is not None
-    assert len(inputs.chosen.parts) == (1 if budget is None else 4)
-    ends = chances(errors[:, list(state.selection.places)], inputs.chosen.counts).cumsum(0)
+    by = inputs.chosen
+    assert by is not None
+    assert len(by.take_parts) == (1 if budget is None else 4)
+    found, losses = step._errors(run, state.model, inputs, by.try_parts)
+    assert float(losses.sum()) == pytest.approx(float(whole), rel=1e-6)
+    ends = chances(found[:, list(state.selection.places)], by.tried, by.taken).cumsum(0)
     cuts = torch.cat([torch.zeros(1), ends.flatten() % 1, torch.ones(1)]).double().unique()
     mean: dict[Tensor, Tensor] = {}
     spread = 0.0
     for low, high in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
-        inputs.chosen.start.fill_((low + high) / 2)
-        total, found = step._gradients(run, state.model, inputs)
+        by.start.fill_((low + high) / 2)
+        total, gradients = step._gradients(run, state.model, inputs)
         assert float(total) == pytest.approx(float(whole), rel=1e-6)  # the loss that is reported is that of all
-        for p, g in found.items():
+        for p, g in gradients.items():
             if g is not None:
                 mean[p] = mean.get(p, torch.zeros_like(p)) + (high - low) * g
-        spread = max(spread, max(float((g - wanted[p]).norm()) for p, g in found.items() if g is not None))
+        spread = max(spread, max(float((g - wanted[p]).norm()) for p, g in gradients.items() if g is not None))
     size = max(float(g.norm()) for g in wanted.values() if g is not None)
     assert spread > 0.1 * size  # single draws differ from it
     for p, g in wanted.items():
         if g is not None:
             assert float((mean[p] - g).norm()) < 1e-5 * size  # errors are kept in float32
+
+
+def test_those_tried_stand_for_all() -> None:
+    """If every sequence comes first once, the mean is the gradient, and the loss, of the whole batch; all tried are taken."""
+    run = small_run(optim={"clip": 0.0}, train={"precision": "fp32"})
+    state, batch = trained(run), run.task.batch(0, "train", 0, run.batch)
+    whole, wanted = step._gradients(run, state.model, step._inputs(run, state, batch, CPU, World()))
+    state.selection = chosen_here((1, 2, 3, 4, 5, 8), run, tried=(1, 2, 3, 4, 5, 8))
+    losses, mean = [], {p: torch.zeros_like(p) for p, g in wanted.items() if g is not None}
+    for by in range(8):
+        rolled = Batch(np.roll(batch.x, by, 0), np.roll(batch.y, by, 0))
+        total, gradients = step._gradients(run, state.model, step._inputs(run, state, rolled, CPU, World()))
+        losses.append(float(total))
+        for p in mean:
+            mean[p] += gradients[p] / 8
+    assert np.mean(losses) == pytest.approx(float(whole), rel=1e-6)
+    assert max(losses) > 1.001 * min(losses)
+    for p, g in mean.items():
+        assert (g - wanted[p]).norm() < 1e-6 * max(1.0, float(wanted[p].norm()))
 
 
 def test_kernels_give_the_same_gradients_of_the_same_choice() -> None:
@@ -171,37 +200,48 @@ def test_the_variance_falls_with_larger_counts() -> None:
         selection.FLOOR = old
 
 
-@settings(max_examples=40)
+def prices_of(found: Tensor, places: tuple[int, ...]) -> Prices:
+    return Prices(np.array(places) + 1.0, found.mean(0).numpy(), found.square().mean(0).numpy(), len(found))
+
+
+@settings(max_examples=20)
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(0, 99))
-def test_counts_are_the_cheapest(batch: int, places: int, seed: int) -> None:
-    """Within 1 and the batch, and moving any of them by one is no better than rounding allows."""
-    found = some_errors(batch, places, seed)
-    mean, square = found.mean(0), found.square().mean(0)
-    where = tuple(range(3, 3 + places))
-    counts = decide(mean, square, where, batch)
-    assert counts.min() >= 1
-    assert counts.max() <= batch
-    best = price(counts, mean, square, where, batch)
+def test_the_cheapest_numbers(batch: int, places: int, seed: int) -> None:
+    """Possible ones, and moving any of them by a quarter makes them hardly cheaper."""
+    prices = prices_of(some_errors(batch, places, seed), tuple(range(3, 3 + places)))
+    tried, taken = prices.cheapest()
+    assert (taken >= 1).all()
+    assert (taken <= tried).all()
+    assert (tried <= batch).all()
+    best = prices.of(tried, taken)
     for place in range(places):
-        for by in (-4, 4):
-            other = counts.copy()
-            other[place] = np.clip(other[place] + by, 1, batch)
-            assert price(other, mean, square, where, batch) > 0.98 * best
+        for factor in (0.75, 1.25):
+            more, others = tried.astype(float), taken.astype(float)
+            others[place] = np.clip(others[place] * factor, 1, tried[place])
+            more[place] = np.clip(more[place] * factor, -(-batch // 16), batch)
+            assert prices.of(tried, others) > 0.97 * best
+            if more[place] >= taken[place]:
+                assert prices.of(more, taken) > 0.97 * best
 
 
 def test_price() -> None:
-    """All: a third more than the plain step's, for predictions without gradients, and the model's 1/4 more variance at most."""
-    ones, few = torch.ones(2), torch.tensor([0.1, 0.1])
-    assert price(np.array([8, 8]), ones, ones, (3, 4), 8) == pytest.approx(4 / 3 * 1.25)
-    carried_by_a_tenth = price(np.array([6, 6]), few, few, (3, 4), 64)
-    assert carried_by_a_tenth == pytest.approx((1 / 3 + 6 / 64) * (1 + (6.4 / 6) ** 2 / 4))
-    assert decide(torch.zeros(3), torch.zeros(3), (0, 1, 2), 8).tolist() == [1, 1, 1]
+    """All: a third more than the plain step, and the 1/4 more variance that is reckoned where taking more is no choice."""
+    assert prices_of(torch.ones(8, 2), (3, 4)).of(np.array([8, 8]), np.array([8, 8])) == pytest.approx(4 / 3 * 1.25)
+    tenth = torch.zeros(60, 2)
+    tenth[:6] = 1.0
+    assert prices_of(tenth, (3, 4)).of(np.array([60, 60]), np.array([6, 6])) == pytest.approx((1 / 3 + 1 / 10) * 1.25)
+    half = prices_of(tenth, (3, 3)).of(np.array([60, 30]), np.array([6, 3]))
+    assert half == pytest.approx((1 / 3 * 3 / 4 + 9 / 120) * (1.25 + 2 * 1.25) / 2)
+    tried, taken = prices_of(torch.zeros(32, 3), (0, 1, 2)).cheapest()
+    assert (tried.tolist(), taken.tolist()) == ([2, 2, 2], [1, 1, 1])
 
 
-def test_more_are_taken_where_errors_are_larger() -> None:
-    mean = torch.tensor([0.01, 0.04])
-    counts = decide(mean, torch.tensor([0.01, 0.04]), (15, 15), 1000)
-    assert counts[1] / counts[0] == pytest.approx((4 * 16) ** (1 / 3), rel=0.1)
+def test_more_are_tried_and_taken_where_errors_are_frequent() -> None:
+    found = torch.zeros(640, 2)
+    found[:6, 0], found[:96, 1] = 1.0, 1.0
+    tried, taken = prices_of(found, (15, 15)).cheapest()
+    assert tried[0] / tried[1] == pytest.approx(1 / 4, rel=0.2)  # the root of 6 / 96
+    assert taken[1] > 3 * taken[0]
 
 
 def test_it_begins_when_it_pays_and_keeps_counts_that_are_good_enough() -> None:
@@ -219,7 +259,7 @@ def test_it_begins_when_it_pays_and_keeps_counts_that_are_good_enough() -> None:
     assert second is not None
     assert second is not first
     assert second.mean is first.mean  # a recorded step goes on writing into it
-    assert second.counts[2] / second.counts[1] > 1.5 * first.counts[2] / first.counts[1]
+    assert second.taken[2] / second.taken[1] > 1.5 * first.taken[2] / first.taken[1]
     second.square.copy_(second.mean**2)
     assert renewed(second, None, places, 64) is None
 
@@ -233,8 +273,8 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Selection that begins at once, with half of what it would take, and is renewed every 4 steps."""
     monkeypatch.setattr(step, "RENEW", 4)
     monkeypatch.setattr(selection, "PAYS_BELOW", 100.0)
-    decided = selection.decide
-    monkeypatch.setattr(selection, "decide", lambda *about: -(-decided(*about) // 2))
+    cheapest = Prices.cheapest
+    monkeypatch.setattr(Prices, "cheapest", lambda self: tuple(-(-numbers // 2) for numbers in cheapest(self)))
 
 
 @pytest.mark.usefixtures("early")
@@ -278,7 +318,7 @@ def test_it_learns_as_the_plain_run_does(tmp_path: Path, monkeypatch: pytest.Mon
         saved = checkpoint.read_trainer(checkpoint.newest(out))
         assert ("selection" in saved) == select
     kept = Selection.restore(saved["selection"], CPU)
-    assert kept.rows < 0.5 * 32 * sum(range(2, 6))
+    assert np.array(kept.taken) @ np.arange(2, 6) < 0.5 * 32 * sum(range(2, 6))
     assert losses[True] < 2 * losses[False] + 1e-3
 
 

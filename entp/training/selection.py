@@ -21,7 +21,7 @@ from torch import Tensor
 from entp.config import Run
 from entp.engine.layout import split
 from entp.errors import InputError
-from entp.tasks.base import IGNORE, Batch, Task
+from entp.tasks.base import IGNORE, SPLITS, Batch, Task
 
 RENEW = 5000
 """Steps after which the numbers tried and taken at each length are decided anew."""
@@ -203,7 +203,7 @@ def chances(errors_BP: Tensor, tried_P: Tensor, taken_P: Tensor) -> Tensor:
     largest = error.sort(0, descending=True).values
     left = largest.flip(0).cumsum(0).flip(0)  # the sum of this one and all smaller ones
     others = taken_P - number  # to be taken besides all larger ones
-    sure = (largest * others > left).cummin(0).values.sum(0)  # how many of the largest have chance 1
+    sure = (largest * others > left).int().cummin(0).values.sum(0)  # how many of the largest have chance 1
     sure = torch.minimum(sure, taken_P - 1)
     unit = left.gather(0, sure[None]) / (taken_P - sure)
     return (error / unit).clamp(max=1.0)
@@ -219,9 +219,9 @@ def draw(chances_BP: Tensor, tried_P: Tensor, place_M: Tensor, turn_M: Tensor, s
     return torch.minimum(found, tried_P[place_M] - 1)  # the last end may be a little below the number to be taken
 
 
-def starts(run: Run, step: int, places: int, rank: int = 0) -> Tensor:
-    """(places,) the random numbers of one step: they belong to its seed, step and process alone."""
-    rng = np.random.Generator(np.random.Philox(np.random.SeedSequence((run.seed, 3, step, rank))))
+def starts(run: Run, step: int, places: int) -> Tensor:
+    """(places,) the random numbers of one step: they belong to its seed and step alone, and are no split's."""
+    rng = np.random.Generator(np.random.Philox(np.random.SeedSequence((run.seed, len(SPLITS), step))))
     return torch.from_numpy(rng.random(places))
 
 

@@ -119,12 +119,11 @@ def _prepare(run: Run, state: State, batch: Batch, device: torch.device, world: 
     set_learning_rate(state.optimizers, rate_of(run, state))
     renew_whiteners(state.optimizers, run.optim, state.step)
     if run.optim.select and state.step % RENEW == 0:
-        places, share = places_of(batch, run.task), batch.part(world.rank, world.size)
-        found = None
+        places, found = places_of(batch, run.task), None
         if state.selection is None:
             inputs = _inputs(run, state, batch, device, world)
             found = _errors(run, state.working(run.optim), inputs, inputs.parts)[0][:, list(places)]
-        state.selection = renewed(state.selection, found, places, len(share.x))
+        state.selection = renewed(state.selection, found, places, len(batch.x))
 
 
 def _inputs(run: Run, state: State, batch: Batch, device: torch.device, world: World) -> Inputs:
@@ -139,7 +138,7 @@ def _inputs(run: Run, state: State, batch: Batch, device: torch.device, world: W
     picked = None
     if state.selection is not None:
         places_of(batch, run.task)  # it must ask for the same predictions
-        start = starts(run, state.step, len(state.selection.places), world.rank)
+        start = starts(run, state.step, len(state.selection.places))
         picked = chosen(state.selection, start, budget, device)
     return Inputs(x, y, lengths, parts, asked, [], picked)
 

@@ -54,6 +54,8 @@ def train(run: Run, out: str | Path, *, device: str = "auto", resume: bool = Fal
             raise InputError(f"batch {run.batch} is smaller than the {world.size} processes: raise --batch.")
         if run.optim.decay == "seconds" and world.size > 1:
             raise InputError("optim.decay seconds is for one process: several clocks would give several rates. Use steps.")
+        if run.optim.select and world.size > 1:
+            raise InputError("optim.select is for one process: each would have to choose from its own share. Leave it out.")
         check_folder(run, out, resume)
         world.barrier()  # nobody creates the folder before all have looked at it
         try:

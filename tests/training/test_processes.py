@@ -18,6 +18,7 @@ from entp import load
 from entp.training.metrics import read_metrics
 
 TRAIN = ["train", "count3", *FLAGS, "--batch=8", "--optim.warmup=3", "--train.log-every=1", "--train.eval-every=10"]
+TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "entp"]
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
@@ -109,8 +110,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
 def test_two_processes_give_the_losses_of_one(tmp_path: Path, mode: str) -> None:
     words = [*TRAIN, f"--mode={mode}", "--steps=12", "--device=cpu"]
     assert entp(*words, "--out=one", cwd=tmp_path).returncode == 0
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "entp"]
-    two = run_python(*torchrun, *words, "--out=two", cwd=tmp_path)
+    two = run_python(*TWO, *words, "--out=two", cwd=tmp_path)
     assert two.returncode == 0, two.stderr
     one, both = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two")
     assert [r["step"] for r in one] == [r["step"] for r in both]  # one writer: no line twice
@@ -118,6 +118,16 @@ def test_two_processes_give_the_losses_of_one(tmp_path: Path, mode: str) -> None
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
     assert json.loads((tmp_path / "two/environment.json").read_text())["processes"] == 2
     assert two.stdout.count("all steps done") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["--optim.select", "--optim.decay=seconds"])
+def test_what_is_for_one_process_says_so(tmp_path: Path, flag: str) -> None:
+    words = [*TRAIN, "--steps=2", "--device=cpu", "--train.max-seconds=9", flag]
+    two = run_python(*TWO, *words, "--out=two", cwd=tmp_path)
+    assert two.returncode != 0
+    assert f"{flag[2:].replace('=', ' ')} is for one process" in two.stderr
+    assert not (tmp_path / "two").exists()
 
 
 @pytest.mark.slow

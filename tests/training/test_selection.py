@@ -294,7 +294,7 @@ def test_the_choice_is_drawn_anew_in_every_step() -> None:
     run = selecting_run()
     assert not torch.equal(starts(run, 3, 6), starts(run, 4, 6))
     assert torch.equal(starts(run, 3, 6), starts(run, 3, 6))
-    assert not torch.equal(starts(run, 3, 6), starts(run, 3, 6, rank=1))
+    assert not torch.equal(starts(run, 3, 6), starts(selecting_run(seed=1), 3, 6))
 
 
 def test_it_learns_as_the_plain_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,9 @@ FLOOR = 0.1
 WITHOUT_GRADIENTS = 1 / 3
 """What a prediction without gradients costs of one with them."""
 PAYS_BELOW = 0.9
-"""Nothing is chosen unless cost times variance is below so much of the plain step's."""
+"""Nothing is chosen unless the price (see Prices) is below so much of the plain step's."""
 HARDLY_BETTER = 1.03
-"""Numbers stay if new ones would hardly be better in cost times variance: the step would have to be recorded anew."""
+"""Numbers stay if the price of new ones would be hardly lower: the step would have to be recorded anew."""
 
 
 @dataclass(eq=False)
@@ -155,14 +155,15 @@ class Prices:
         return np.divide(self.mean**2, self.square, out=np.ones_like(self.mean), where=self.square > 0)
 
     def of(self, tried: np.ndarray, taken: np.ndarray) -> float:
-        """Cost times variance of the gradient, as a share of the plain step's.
+        """Cost times the square of the gradient's variance, as a share of the plain step's.
 
-        Taking as many as carry the errors is reckoned to have 5/4 of the variance of taking all, twice as many 17/16, half as
-        many twice: about what errors late in training give.
+        Cost times variance alone would not mind smaller batches; the square keeps the noise of a step about what it was. Taking
+        as many as carry the errors is reckoned to have 5/4 of the variance of taking all, twice as many 17/16, half as many
+        twice: about what errors late in training give.
         """
         cost = self.length @ (WITHOUT_GRADIENTS * tried + taken) / (self.batch * self.length.sum())
         variance = self.square @ (self.batch / tried * (1 + 0.25 * (self.carrying * tried / taken) ** 2))
-        return float(cost * variance / self.square.sum()) if self.square.sum() > 0 else float(cost)
+        return float(cost * (variance / self.square.sum()) ** 2) if self.square.sum() > 0 else float(cost)
 
     def cheapest(self) -> tuple[np.ndarray, np.ndarray]:
         """How many to try and to take at each place: the best of a grid, in proportions at which the price is stationary."""

@@ -23,7 +23,7 @@ from entp.engine.layout import split
 from entp.errors import InputError
 from entp.tasks.base import IGNORE, SPLITS, Batch, Task
 
-RENEW = 5000
+RENEW = 2500
 """Steps after which the numbers tried and taken at each length are decided anew."""
 REMEMBERED = 0.99
 """How much of the mean errors, which decide about these numbers, is kept at each step."""

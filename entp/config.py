@@ -110,6 +110,8 @@ class OptimConfig:
     """Largest gradient norm; 0 turns clipping off."""
     whiten: int = 0
     """For muon: whiten directions on the side of the MLPs' hidden units; what does it is renewed every so many steps. 0: no."""
+    average: int = 0
+    """Measure and keep as best the running mean of the weights over about so many steps. 0: the weights themselves."""
     grow_from: int | None = None
     """Train only so many blocks at first, the first ones and the last; the others wait as identities, which cost nothing."""
     grow_at: int = 0
@@ -133,6 +135,8 @@ class OptimConfig:
                 problems.append(f"optim.{name} is {getattr(self, name)}: allowed is 0 up to, not including, 1")
         if self.weight_decay < 0 or self.clip < 0:
             problems.append("optim.weight_decay and optim.clip must not be negative")
+        if self.average < 0:
+            problems.append(f"optim.average is {self.average}: it must be a number of steps, or 0")
         if self.whiten < 0 or (self.whiten and self.name != "muon"):
             problems.append(
                 f"optim.whiten is {self.whiten} with optim.name {self.name}: it must be 0, or a number of steps and muon"

@@ -275,6 +275,7 @@ OTHER_VALUES = {
     "optim.decay": "seconds",
     "optim.shape": "linear",
     "optim.grow_from": 2,
+    "optim.select": True,
     "train.precision": "fp32",
     "train.graph": False,
     "train.compile": True,

@@ -45,6 +45,8 @@ class State:
     step: int = 0
     seconds: float = 0.0
     best: dict[str, float] = field(default_factory=dict)
+    mean: Transformer | None = None
+    """With optim.average: the model with the running mean of the weights."""
     shallow: Transformer | None = None
     selection: Selection | None = None
 
@@ -58,8 +60,12 @@ class State:
     def save(self) -> dict[str, Any]:
         """Everything but the weights, as plain values and tensors."""
         states = [save_optimizer(o) for o in self.optimizers]
-        saved = {"step": self.step, "seconds": self.seconds, "best": self.best, "optimizers": states}
-        return saved if self.selection is None else {**saved, "selection": self.selection.save()}
+        saved: dict[str, Any] = {"step": self.step, "seconds": self.seconds, "best": self.best, "optimizers": states}
+        if self.mean is not None:
+            saved["mean"] = self.mean.state_dict()
+        if self.selection is not None:
+            saved["selection"] = self.selection.save()
+        return saved
 
     def restore(self, folder: Path) -> None:
         """Continue from a checkpoint."""
@@ -68,6 +74,8 @@ class State:
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             restore_optimizer(optimizer, state)
         self.step, self.seconds, self.best = saved["step"], saved["seconds"], saved["best"]
+        if self.mean is not None:
+            self.mean.load_state_dict(saved["mean"])
         if "selection" in saved:
             self.selection = Selection.restore(saved["selection"], next(self.model.parameters()).device)
 
@@ -165,6 +173,9 @@ def _update(run: Run, state: State, inputs: Inputs, world: World, stop: bool) ->
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), run.optim.clip or float("inf"))
     for optimizer in state.optimizers:
         optimizer.step()
+    if state.mean is not None:
+        with torch.no_grad():
+            torch._foreach_lerp_(list(state.mean.parameters()), list(state.model.parameters()), 1 / run.optim.average)
     return total, norm, stop
 
 

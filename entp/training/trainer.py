@@ -9,6 +9,7 @@ continues as if nothing had happened: bit for bit on a CPU.
 
 from __future__ import annotations
 
+import copy
 import errno
 import time
 from collections.abc import Iterator
@@ -73,7 +74,7 @@ def _train(run: Run, out: Path, device: torch.device, world: World, resume: bool
     model = Transformer(run.model).to(device)
     if run.optim.grow_from is not None:
         model.put_to_sleep(run.optim.grow_from)
-    state = State(model, make_optimizers(model, run.optim))
+    state = State(model, make_optimizers(model, run.optim), mean=copy.deepcopy(model) if run.optim.average else None)
     folder = checkpoint.newest(out) if resume else None
     if folder is not None:
         state.restore(folder)
@@ -171,7 +172,7 @@ class Loop:
         self.watch.check()
         state = self.state
         self.valid = self.valid or list(some_batches(self.run, "valid", self.run.train.eval_batches))
-        model = state.working(self.run.optim)
+        model = state.mean or state.working(self.run.optim)
         self.values = evaluate(model, self.run, batches=self.valid, device=self.device, world=self.world)
         grown = self.run.optim.grow_at
         before = (
@@ -180,7 +181,7 @@ class Loop:
         better = _is_better(self.run, self.values, before)
         if better:
             state.best = {**self.values, "step": state.step}
-            self.best = {name: t.detach().clone() for name, t in state.model.state_dict().items()}
+            self.best = {name: t.detach().clone() for name, t in (state.mean or state.model).state_dict().items()}
         self.progress.line(state.step, self.values)
         if self.metrics:
             self.metrics.write("eval", state.step, self.values)

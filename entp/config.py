@@ -110,6 +110,10 @@ class OptimConfig:
     """Largest gradient norm; 0 turns clipping off."""
     whiten: int = 0
     """For muon: whiten directions on the side of the MLPs' hidden units; what does it is renewed every so many steps. 0: no."""
+    late_batch: int = 0
+    """Sequences per step from step late_at on: late in training gradients are noisier. 0: as many as before."""
+    late_at: int = 0
+    """Step from which late_batch holds."""
     average: int = 0
     """Measure and keep as best the running mean of the weights over about so many steps. 0: the weights themselves."""
     grow_from: int | None = None
@@ -135,6 +139,11 @@ class OptimConfig:
                 problems.append(f"optim.{name} is {getattr(self, name)}: allowed is 0 up to, not including, 1")
         if self.weight_decay < 0 or self.clip < 0:
             problems.append("optim.weight_decay and optim.clip must not be negative")
+        if (self.late_batch, self.late_at) != (0, 0) and min(self.late_batch, self.late_at) < 1:
+            problems.append(
+                f"optim.late_batch is {self.late_batch} and optim.late_at {self.late_at}: give both, a number of sequences and "
+                "the step from which it holds, each at least 1, or none of them"
+            )
         if self.average < 0:
             problems.append(f"optim.average is {self.average}: it must be a number of steps, or 0")
         if self.whiten < 0 or (self.whiten and self.name != "muon"):
@@ -208,7 +217,7 @@ class Run:
     steps: int = 1000
     """Optimizer steps."""
     batch: int = 64
-    """Sequences per step, over all processes together."""
+    """Sequences per step, over all processes together, and in a batch of an evaluation."""
     seed: int = 0
     """Decides the initial weights and the data."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -250,6 +259,10 @@ class Run:
                 f"train.target_metric {self.train.target_metric!r} is not measured: allowed are {', '.join(metrics)}"
             )
         _raise(problems)
+
+    def batch_at(self, step: int) -> int:
+        """Sequences in this training step."""
+        return self.optim.late_batch if self.optim.late_batch and step >= self.optim.late_at else self.batch
 
     @property
     def goal(self) -> str:

@@ -289,6 +289,8 @@ TOGETHER = {
     "optim.whiten": [("optim.name", "muon")],
     "optim.grow_from": [("optim.grow_at", 5)],
     "optim.grow_at": [("optim.grow_from", 2)],
+    "optim.late_batch": [("optim.late_at", 5)],
+    "optim.late_at": [("optim.late_batch", 2)],
 }
 FIXED_BY_THE_TASK = {"model.vocab", "model.input_dim", "model.outputs"}
 

@@ -238,6 +238,10 @@ def renewed(old: Selection | None, errors_BP: Tensor | None, places: tuple[int, 
     tried, taken = prices.cheapest()
     if prices.of(tried, taken) > PAYS_BELOW:
         return None
-    if old is not None and prices.of(np.array(old.tried), np.array(old.taken)) < HARDLY_BETTER * prices.of(tried, taken):
+    if (
+        old is not None
+        and old.batch == batch
+        and prices.of(np.array(old.tried), np.array(old.taken)) < HARDLY_BETTER * prices.of(tried, taken)
+    ):
         return old
     return Selection(places, batch, mean, square, tuple(tried.tolist()), tuple(taken.tolist()))

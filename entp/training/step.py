@@ -126,7 +126,8 @@ def _prepare(run: Run, state: State, batch: Batch, device: torch.device, world: 
     """What changes between steps: in the optimizers, and now and then in which predictions are chosen."""
     set_learning_rate(state.optimizers, rate_of(run, state))
     renew_whiteners(state.optimizers, run.optim, state.step)
-    if run.optim.select and state.step % RENEW == 0:
+    other = state.selection is not None and state.selection.batch != len(batch.x)
+    if run.optim.select and (state.step % RENEW == 0 or other):
         places, found = places_of(batch, run.task), None
         if state.selection is None:
             inputs = _inputs(run, state, batch, device, world)

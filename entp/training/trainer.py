@@ -51,8 +51,9 @@ def train(run: Run, out: str | Path, *, device: str = "auto", resume: bool = Fal
     """Train `run` in the folder `out`; `resume` continues what is there. Only the first process writes."""
     out = Path(out)
     with join(device) as (world, where):
-        if run.batch < world.size:
-            raise InputError(f"batch {run.batch} is smaller than the {world.size} processes: raise --batch.")
+        fewest = min(run.batch, run.batch_at(run.steps))
+        if fewest < world.size:
+            raise InputError(f"batch {fewest} is smaller than the {world.size} processes: raise --batch.")
         if run.optim.decay == "seconds" and world.size > 1:
             raise InputError("optim.decay seconds is for one process: several clocks would give several rates. Use steps.")
         if run.optim.select and world.size > 1:
@@ -126,7 +127,9 @@ class Loop:
         run, state, every = self.run, self.state, self.run.train
         late = self.late(state.seconds)
         if not late and state.step < run.steps:
-            self.step.warm_up(run.task.batch(run.seed, "train", state.step, run.batch))  # no part of the training's time
+            self.step.warm_up(
+                run.task.batch(run.seed, "train", state.step, run.batch_at(state.step))
+            )  # no part of the training's time
         reason, mark = "", time.perf_counter()
         for batch in () if late else _batches(run, state.step, self.device):
             late = self.late(state.seconds + time.perf_counter() - mark)
@@ -204,8 +207,12 @@ class Loop:
 
 def _batches(run: Run, start: int, device: torch.device) -> Iterator[Batch]:
     """The batches of steps start, start + 1, ..., made ahead of them."""
-    processes = processes_for(run.task, run.seed, run.batch) if device.type == "cuda" else 0
-    return batches_ahead(run.task, run.seed, run.batch, range(start, run.steps), processes)
+    change = max(start, min(run.optim.late_at, run.steps)) if run.optim.late_batch else run.steps
+    for steps in (range(start, change), range(change, run.steps)):
+        if steps:
+            size = run.batch_at(steps[0])
+            processes = processes_for(run.task, run.seed, size) if device.type == "cuda" else 0
+            yield from batches_ahead(run.task, run.seed, size, steps, processes)
 
 
 def _last_evaluation(out: Path, step: int) -> dict[str, float]:

@@ -49,15 +49,8 @@ def _files(results: Path) -> dict[str, Path]:
 def _section(recipe: Recipe, results: dict[str, Any], path: Path, beside: Path) -> str:
     ran = {label: arm for label, arm in results["arms"].items() if arm.get("runs")}
     idle = {label: arm for label, arm in results["arms"].items() if not arm.get("runs")}
-    told = {m for arm in ran.values() for m in arm["paper"]}
-    columns = [
-        f"{m.replace('_', ' ')}: {who}" for m in recipe.metrics for who in ("paper", "best") if who == "best" or m in told
-    ]
-    alone = any((arm.get("fresh") or {}).get("generated") for arm in ran.values())
-    head = ["arm", "seeds", "steps", "seconds", *columns, "fresh sequences right", *(["right alone"] if alone else [])]
-    rows = [_row(recipe, label, arm, told, alone) for label, arm in ran.items()]
     lines = [f"\n## {recipe.name}\n", f"{recipe.title}. {recipe.question}\n", f"    entp reproduce {recipe.name}\n"]
-    lines += [_line(head), _line(["---"] * len(head)), *map(_line, rows)]
+    lines += _grid(ran) or _table(recipe, ran)
     lines += [f"\n{_where(ran)}"]
     if idle:
         names = [f"{label} ({arm['why']})" if "why" in arm else label for label, arm in idle.items()]
@@ -66,6 +59,37 @@ def _section(recipe: Recipe, results: dict[str, Any], path: Path, beside: Path) 
     if picture.is_file():
         lines.append(f"\n![{recipe.title}]({Path(os.path.relpath(picture, beside.parent)).as_posix()})")
     return "\n".join(lines) + "\n"
+
+
+def _grid(ran: dict[str, Any]) -> list[str]:
+    """Arms named "row, column" that fill a grid, each with its fresh sequences; nothing if they do not."""
+    cells = {tuple(label.rsplit(", ", 1)): arm for label, arm in ran.items()}
+    rows, columns = ([*dict.fromkeys(key[n] for key in cells if len(key) == 2)] for n in (0, 1))
+    whole = [arm for arm in ran.values() if arm["status"] == "done" and "sequence_accuracy_interval" in (arm["fresh"] or {})]
+    if min(len(rows), len(columns)) < 2 or not len(cells) == len(rows) * len(columns) == len(whole):
+        return []
+    seconds = sorted({f"{arm['seconds']:.0f}" for arm in whole})
+    n = sorted({f"{arm['fresh']['n']:,}" for arm in whole})
+    told = f"Of {', '.join(n)} fresh sequences wholly right, and tokens right, after {', '.join(seconds)} seconds of training."
+    lines = [f"{told}\n", _line(["", *columns]), _line(["---"] * (1 + len(columns)))]
+    return lines + [_line([row, *(_cell(cells[row, column]["fresh"]) for column in columns)]) for row in rows]
+
+
+def _cell(fresh: dict[str, Any]) -> str:
+    low, high = fresh["sequence_accuracy_interval"]
+    return f"{fresh['sequence_accuracy']:.3f} ({low:.3f} to {high:.3f}), tokens {fresh['token_accuracy']:.3f}"
+
+
+def _table(recipe: Recipe, ran: dict[str, Any]) -> list[str]:
+    """A row per arm."""
+    told = {m for arm in ran.values() for m in arm["paper"]}
+    columns = [
+        f"{m.replace('_', ' ')}: {who}" for m in recipe.metrics for who in ("paper", "best") if who == "best" or m in told
+    ]
+    alone = any((arm.get("fresh") or {}).get("generated") for arm in ran.values())
+    head = ["arm", "seeds", "steps", "seconds", *columns, "fresh sequences right", *(["right alone"] if alone else [])]
+    rows = [_row(recipe, label, arm, told, alone) for label, arm in ran.items()]
+    return [_line(head), _line(["---"] * len(head)), *map(_line, rows)]
 
 
 def _row(recipe: Recipe, label: str, arm: dict[str, Any], told: set[str], alone: bool) -> list[str]:

@@ -37,6 +37,24 @@ def test_recorded_runs_have_the_settings_of_their_recipe(name: str, capsys: pyte
         assert run["curve"]
 
 
+def test_arms_that_fill_a_grid_are_shown_as_one(tmp_path: Path) -> None:
+    found = json.loads((ROOT / "results" / "count3-depth.json").read_text())
+    (tmp_path / "results").mkdir()
+
+    def lines() -> list[str]:
+        (tmp_path / "results" / "count3-depth.json").write_text(json.dumps(found))
+        return page(tmp_path / "results", tmp_path / "page.md").splitlines()
+
+    row = next(line for line in lines() if line.startswith("| decoder, 3 layers |")).strip("| ").split(" | ")
+    for length, cell in zip((16, 24, 32, 48, 64), row[1:], strict=True):
+        fresh = found["arms"][f"decoder, 3 layers, {length} integers"]["fresh"]
+        assert cell.startswith(f"{fresh['sequence_accuracy']:.3f} (")
+        assert cell.endswith(f"tokens {fresh['token_accuracy']:.3f}")
+    assert any(line.startswith("Of 2,048 fresh sequences wholly right") for line in lines())
+    found["arms"]["decoder, 3 layers, 48 integers"] = {"status": "not run", "paper": {}}
+    assert any(line.startswith("| decoder, 3 layers, 32 integers | 1 |") for line in lines())  # a row per arm
+
+
 def test_a_row_holds_what_its_arm_measured(tmp_path: Path) -> None:
     done = entp("reproduce", "count3", "--tiny", "--device=cpu", "--only=ENTP medium", "--record=all.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -70,19 +70,24 @@ def train(run: Run, out: str | Path, *, device: str = "auto", resume: bool = Fal
             raise InputError(f"no space to write to {out} ({error.strerror}): {kept}. Free space, then use --resume.") from None
 
 
-def _train(run: Run, out: Path, device: torch.device, world: World, resume: bool, quiet: bool) -> Result:
+def new_state(run: Run, device: torch.device) -> State:
+    """A run before its first step."""
     torch.manual_seed(run.seed)
     model = Transformer(run.model).to(device)
     if run.optim.grow_from is not None:
         model.put_to_sleep(run.optim.grow_from)
-    state = State(model, make_optimizers(model, run.optim), mean=copy.deepcopy(model) if run.optim.average else None)
+    return State(model, make_optimizers(model, run.optim), mean=copy.deepcopy(model) if run.optim.average else None)
+
+
+def _train(run: Run, out: Path, device: torch.device, world: World, resume: bool, quiet: bool) -> Result:
+    state = new_state(run, device)
     folder = checkpoint.newest(out) if resume else None
     if folder is not None:
         state.restore(folder)
     if world.first:
         prepare_folder(run, out, device, world)
     if run.train.compile:
-        for block in model.blocks:
+        for block in state.model.blocks:
             block.finish = torch.compile(block.finish)  # type: ignore[assignment,arg-type]
     metrics = MetricsFile(out, run, state.step) if world.first else None
     progress = Progress(f"{run.task.name} {run.mode}", run.steps, state.step, not quiet)

@@ -20,8 +20,8 @@ from entp.tasks.base import IGNORE, Batch
 from entp.training import step
 from entp.training.distributed import World
 from entp.training.metrics import read_metrics
-from entp.training.optim import make_optimizers
 from entp.training.step import EAGER_STEPS, MOST_GRAPHS, State, Stepper, train_step
+from entp.training.trainer import new_state
 
 STEPS = 12
 FP32: dict[str, Any] = {"precision": "fp32"}
@@ -30,9 +30,7 @@ SCHEDULE = {"warmup": 3, "decay_steps": STEPS}
 
 
 def start(run: Run, device: str) -> tuple[State, Stepper]:
-    torch.manual_seed(run.seed)
-    model = entp.Transformer(run.model).to(device)
-    state = State(model, make_optimizers(model, run.optim))
+    state = new_state(run, torch.device(device))
     return state, Stepper(run, state, torch.device(device), World())
 
 

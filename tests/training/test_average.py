@@ -16,8 +16,8 @@ from entp.training import checkpoint
 from entp.training.distributed import World
 from entp.training.evaluation import evaluate
 from entp.training.metrics import read_metrics
-from entp.training.optim import make_optimizers
-from entp.training.step import State, Stepper, train_step
+from entp.training.step import Stepper, train_step
+from entp.training.trainer import new_state
 
 
 def averaging_run(**changes: Any) -> Run:
@@ -26,10 +26,9 @@ def averaging_run(**changes: Any) -> Run:
 
 def test_it_is_the_mean_of_the_weights_after_each_step() -> None:
     run = averaging_run()
-    torch.manual_seed(0)
-    model, mean = entp.Transformer(run.model).double(), entp.Transformer(run.model).double()
-    mean.load_state_dict(model.state_dict())
-    state = State(model, make_optimizers(model, run.optim), mean=mean)
+    state = new_state(run, torch.device("cpu"))
+    assert state.mean is not None
+    model, mean = state.model.double(), state.mean.double()
     want = [p.detach().clone() for p in model.parameters()]
     for step in range(7):
         train_step(run, state, run.task.batch(0, "train", step, run.batch), torch.device("cpu"), World())
@@ -78,15 +77,11 @@ def test_recorded_steps_average_as_plain_ones_do() -> None:
     found = []
     for graph in (True, False):
         run = averaging_run(train={"precision": "fp32", "graph": graph})
-        torch.manual_seed(0)
-        model = entp.Transformer(run.model).cuda()
-        mean = entp.Transformer(run.model).cuda()
-        mean.load_state_dict(model.state_dict())
-        state = State(model, make_optimizers(model, run.optim), mean=mean)
+        state = new_state(run, torch.device("cuda"))
         stepper = Stepper(run, state, torch.device("cuda"), World())
         for number in range(9):
             stepper(run.task.batch(0, "train", number, run.batch))
             state.step += 1
         assert bool(stepper.graphs) == graph
-        found.append([p.detach().clone() for p in mean.parameters()])
+        found.append([p.detach().clone() for p in state.mean.parameters()])
     assert all(torch.allclose(p, q, rtol=0, atol=1e-5) for p, q in zip(*found, strict=True))

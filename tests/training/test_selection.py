@@ -21,9 +21,9 @@ from entp.tasks.base import IGNORE, Batch
 from entp.tasks.counting import Count3
 from entp.training import checkpoint, selection, step
 from entp.training.distributed import World
-from entp.training.optim import make_optimizers
 from entp.training.selection import Prices, Selection, chances, draw, places_of, renewed, starts
 from entp.training.step import State, Stepper, train_step
+from entp.training.trainer import new_state
 
 CPU = torch.device("cpu")
 
@@ -35,9 +35,8 @@ def some_errors(sequences: int, places: int, seed: int) -> Tensor:
 
 def trained(run: Run, steps: int = 30) -> State:
     """A model that has learned a little, in float64, so that its errors differ."""
-    torch.manual_seed(run.seed)
-    model = entp.Transformer(run.model).double()
-    state = State(model, make_optimizers(model, run.optim))
+    state = new_state(run, CPU)
+    state.model.double()
     for number in range(steps):
         train_step(run, state, run.task.batch(1, "train", number, run.batch), CPU, World())
     return state
@@ -172,7 +171,7 @@ def test_all_taken_is_the_plain_step() -> None:
         assert torch.allclose(p, q, rtol=0, atol=1e-9)
 
 
-def test_the_variance_falls_with_larger_counts() -> None:
+def test_the_variance_falls_with_larger_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """And choosing by errors is better than choosing as many at random, for a model that knows half of the sequences."""
     run = small_run(optim={"clip": 0.0}, train={"precision": "fp32"})
     state, batch = trained(run), run.task.batch(0, "train", 0, run.batch)
@@ -193,11 +192,8 @@ def test_the_variance_falls_with_larger_counts() -> None:
 
     by_error = [variance(count) for count in (1, 3, 6)]
     assert by_error[0] > by_error[1] > by_error[2]
-    old, selection.FLOOR = selection.FLOOR, 1e6  # all chances alike
-    try:
-        assert variance(3) > 1.2 * by_error[1]
-    finally:
-        selection.FLOOR = old
+    monkeypatch.setattr(selection, "FLOOR", 1e6)  # all chances alike
+    assert variance(3) > 1.2 * by_error[1]
 
 
 def prices_of(found: Tensor, places: tuple[int, ...]) -> Prices:
@@ -339,23 +335,21 @@ def test_only_where_it_makes_sense(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("early")
-def test_recorded_steps_choose_as_plain_ones_do() -> None:
-    from entp.training.trainer import make_optimizers as make
-
+def test_recorded_steps_choose_as_plain_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are decided in steps 0 and 8: there is time to record a step with either."""
+    monkeypatch.setattr(step, "RENEW", 8)
     found = []
     for graph in (True, False):
         run = selecting_run(train={"precision": "fp32", "graph": graph})
-        torch.manual_seed(0)
-        model = entp.Transformer(run.model).cuda()
-        state = State(model, make(model, run.optim))
+        state = new_state(run, torch.device("cuda"))
         stepper = Stepper(run, state, torch.device("cuda"), World())
         values = []
-        for number in range(14):
+        for number in range(16):
             loss, norm, _ = stepper(run.task.batch(0, "train", number, run.batch))
             values.append((float(loss), float(norm)))
             state.step += 1
         assert bool(stepper.graphs) == graph
-        found.append((np.array(values), [p.detach().clone() for p in model.parameters()]))
+        found.append((np.array(values), [p.detach().clone() for p in state.model.parameters()]))
     (a, weights), (b, others) = found
     assert a == pytest.approx(b, rel=1e-4)
     assert all(torch.allclose(p, q, rtol=0, atol=1e-4) for p, q in zip(weights, others, strict=True))

@@ -17,10 +17,8 @@ BLOCK = 4096
 
 def plain_cross_entropy(logits_MV: Tensor, targets_M: Tensor, weights_M: Tensor | None = None) -> Tensor:
     """Summed over rows, each times its weight if there are weights, in fp32 or float64."""
-    logits_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
-    if weights_M is None:
-        return F.cross_entropy(logits_MV, targets_M, reduction="sum")
-    return F.cross_entropy(logits_MV, targets_M, reduction="none") @ weights_M.to(logits_MV.dtype)
+    rows = F.cross_entropy(logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32)), targets_M, reduction="none")
+    return rows.sum() if weights_M is None else rows @ weights_M.to(rows.dtype)
 
 
 @triton.jit

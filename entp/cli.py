@@ -255,13 +255,13 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code: 0 done, 1 training stopped, 2 bad input, 128 + signal interrupted."""
     args = sys.argv[1:] if argv is None else argv
-    if not args or args[0] in ("-h", "--help"):
-        print(_help())
-        return 0
-    if args[0] == "--version":
-        print(f"entp {__version__}")
-        return 0
     try:
+        if not args or args[0] in ("-h", "--help"):
+            print(_help(), flush=True)
+            return 0
+        if args[0] == "--version":
+            print(f"entp {__version__}", flush=True)
+            return 0
         if args[0] not in COMMANDS:
             raise one_of("command", args[0], COMMANDS)
         return COMMANDS[args[0]](args[1:])

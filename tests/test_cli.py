@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -253,3 +254,15 @@ def test_plain_lines_without_a_terminal(tmp_path: Path) -> None:
     done = entp(*TRAIN, "--out=run", cwd=tmp_path)
     assert "count3 entp: step 3/6  loss" in done.stderr
     assert "\r" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["tasks", "count3"]])
+def test_a_reader_that_stops_reading_is_no_error(words: list[str], tmp_path: Path) -> None:
+    """As in `entp --help | head -1`: the pipe's other end is closed before anything is written."""
+    code = "import sys; from entp.cli import main; sys.exit(main(sys.argv[1:]))"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", code, *words], stdout=write, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    os.close(write)
+    assert "Traceback" not in done.stderr
+    assert done.returncode in (120, 141)  # Python's own for what is left at the end, or ours

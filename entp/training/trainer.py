@@ -30,6 +30,7 @@ from entp.training.evaluation import evaluate, some_batches
 from entp.training.folder import check_folder, prepare_folder
 from entp.training.metrics import MetricsFile, Progress, read_metrics
 from entp.training.optim import make_optimizers
+from entp.training.selection import places_of
 from entp.training.step import State, Stepper, rate_of
 from entp.training.watch import LossWatch, StopSignals
 
@@ -58,6 +59,8 @@ def train(run: Run, out: str | Path, *, device: str = "auto", resume: bool = Fal
             raise InputError("optim.decay seconds is for one process: several clocks would give several rates. Use steps.")
         if run.optim.select and world.size > 1:
             raise InputError("optim.select is for one process: each would have to choose from its own share. Leave it out.")
+        if run.optim.select:
+            places_of(run.task.batch(run.seed, "train", 0, run.batch), run.task)
         check_folder(run, out, resume)
         world.barrier()  # nobody creates the folder before all have looked at it
         try:

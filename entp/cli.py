@@ -143,6 +143,7 @@ def reproduce_command(args: list[str]) -> int:
         options.out,
         device=options.device,
         only=options.only,
+        seed=options.seed,
         jobs=options.jobs,
         record=options.record,
         minutes=options.minutes,

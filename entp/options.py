@@ -154,6 +154,8 @@ class ReproduceOptions:
     """A version for a CPU minute: shows that everything works, not the result."""
     only: str | None = None
     """Train this arm only."""
+    seed: int | None = None
+    """Train with this seed only, of those that the recipe has: one machine per seed."""
     jobs: int = 1
     """Runs at a time, each in a process of its own: for small models, which do not fill a GPU."""
     minutes: float | None = None

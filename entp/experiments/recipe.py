@@ -54,13 +54,13 @@ class Recipe:
     missing: dict[str, str] = field(default_factory=dict)
     """Parts of the figure that are not run here, and why."""
 
-    def arms(self, only: str | None = None) -> list[tuple[str, Run]]:
-        """Every run with its label: one for each seed."""
+    def arms(self, only: str | None = None, seed: int | None = None) -> list[tuple[str, Run]]:
+        """Every run with its label, one for each seed; or those of one label, or of one seed."""
         return [
-            (label, replace(run, seed=seed))
+            (label, replace(run, seed=own))
             for label, run in self.runs.items()
-            for seed in self.seeds.get(label, (run.seed,))
-            if only in (None, label)
+            for own in self.seeds.get(label, (run.seed,))
+            if only in (None, label) and seed in (None, own)
         ]
 
     def tiny(self) -> Recipe:

@@ -59,11 +59,12 @@ def reproduce(
     *,
     device: str = "auto",
     only: str | None = None,
+    seed: int | None = None,
     jobs: int = 1,
     record: Path | None = None,
     minutes: float | None = None,
 ) -> dict[str, Any]:
-    """Train the arms that are not finished (all, or `only` one), and write what came out. Returns the results.
+    """Train the arms that are not finished (all, or `only` one, or those of one seed), and write what came out. Returns the results.
 
     minutes: most training time of an arm, for arms whose schedule does not follow the clock anyway. What an arm has by then is
         tested and recorded with its number of steps; without the limit it goes on from there.
@@ -73,6 +74,8 @@ def reproduce(
     kept = read_results(recipe, record) if record is not None else {}
     if only is not None and only not in recipe.runs:
         raise one_of("arm", only, recipe.runs)
+    if not recipe.arms(only, seed):
+        raise one_of("seed", str(seed), sorted({str(run.seed) for _, run in recipe.arms(only)}))
     if jobs < 1:
         raise InputError(f"--jobs is {jobs}: it must be at least 1.")
     if minutes is not None and not minutes > 0:
@@ -80,7 +83,7 @@ def reproduce(
     folder = runs / recipe.name
     folder.mkdir(parents=True, exist_ok=True)
     done = {key for key, run in kept.items() if run["status"] == "done"}
-    arms = [(label, run) for label, run in recipe.arms(only) if (label, run.seed) not in done]
+    arms = [(label, run) for label, run in recipe.arms(only, seed) if (label, run.seed) not in done]
     places = {folder / "results.json": folder / "curves.png"}
     if record is not None:
         places[record] = record.with_suffix(".png")

@@ -156,6 +156,20 @@ def test_several_seeds_and_what_they_did_on_fresh_sequences(tmp_path: Path) -> N
     assert evaluate(model, run, split="test", seed=seed, batches=2)["loss"] == finals[0]["loss"]
 
 
+def test_one_seed_of_several(tmp_path: Path) -> None:
+    """One machine per seed: a record that holds one seed says which are not run, and the rest can be added."""
+    words = ("reproduce", "count3", "--tiny", "--device=cpu", "--record=all.json", "--only=ENTP medium, fast")
+    one = entp(*words, "--seed=1", "--out=one", cwd=tmp_path)
+    assert (one.returncode, "[1/1] ENTP medium, fast, seed 1" in one.stderr) == (0, True), one.stderr
+    found = json.loads((tmp_path / "all.json").read_text())["arms"]["ENTP medium, fast"]
+    assert (found["seeds"], found["status"]) == ([1], "done, 2 seeds not run")
+    both = entp(*words, "--seed=2", "--out=two", cwd=tmp_path)
+    assert both.returncode == 0, both.stderr
+    assert json.loads((tmp_path / "all.json").read_text())["arms"]["ENTP medium, fast"]["seeds"] == [1, 2]
+    wrong = entp(*words, "--seed=7", cwd=tmp_path)
+    assert (wrong.returncode, "seed" in wrong.stderr, "0, 1, 2" in wrong.stderr) == (2, True, True), wrong.stderr
+
+
 def test_fresh_sequences_are_measured_again_only_for_new_weights(tmp_path: Path) -> None:
     recipe = find_recipe("count3").tiny()
     label = "ENTP medium"

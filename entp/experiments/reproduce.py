@@ -64,7 +64,7 @@ def reproduce(
     record: Path | None = None,
     minutes: float | None = None,
 ) -> dict[str, Any]:
-    """Train the arms that are not finished (all, or `only` one, or those of one seed), and write what came out. Returns the results.
+    """Train the arms that are not finished, or `only` one, or those of one seed, and write what came out. Returns the results.
 
     minutes: most training time of an arm, for arms whose schedule does not follow the clock anyway. What an arm has by then is
         tested and recorded with its number of steps; without the limit it goes on from there.

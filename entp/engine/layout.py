@@ -27,6 +27,8 @@ class Packing:
     """(length, how many prefixes) for each length that occurs, ascending."""
     batch: int
     """B, the number of sequences."""
+    alone: bool
+    """Is at most one prefix asked of each sequence? Then prefixes have nothing to share in layer 1."""
 
     @property
     def longest(self) -> int:
@@ -159,7 +161,8 @@ class _Shared:
 def _make_packing(mask: np.ndarray, device: torch.device) -> Packing:
     length, sequence = mask.T.nonzero()
     groups = tuple((t + 1, n) for t, n in enumerate(mask.sum(0, dtype=np.int64).tolist()) if n)
-    return Packing(torch.from_numpy(sequence).to(device), torch.from_numpy(length + 1).to(device), groups, len(mask))
+    tables = (torch.from_numpy(sequence).to(device), torch.from_numpy(length + 1).to(device))
+    return Packing(*tables, groups, len(mask), alone=bool((mask.sum(1) <= 1).all()))
 
 
 _packings = _Shared(_make_packing, recent=8)

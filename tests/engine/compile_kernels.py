@@ -80,7 +80,7 @@ def row_kernels(width: int) -> dict[str, int]:
         "scan_forward": shared(running._scan_forward, base, scan, 1),
         "scan_backward": shared(running._scan_backward, base, scan, 1),
         "loss": shared(loss._loss_forward, base, {"BLOCK": loss.BLOCK}),
-        "tokens": shared(embed._token_gradients, {**base, "grad": "*fp32", "out": "*fp32"}, {"R": 512, "C": 32}),
+        "tokens": shared(embed._token_gradients, {**base, "grad": "*fp32", "out": "*fp32"}, {"PART": 8192, "R": 512, "C": 32}),
     }
 
 

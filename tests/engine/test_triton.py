@@ -328,12 +328,15 @@ def test_extreme_scores_stay_finite_and_exact(name: str, growing: bool) -> None:
 
 
 MASK = torch.tensor([[1, 0, 0, 1, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0, 0]], dtype=torch.bool)
+ALONE = torch.tensor([[0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1, 0]], dtype=torch.bool)
 QUESTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one layer": ({"layers": 1}, {"lengths": [7, 4, 1]}),
     "lengths": ({"layers": 3, "norm": "none", "activation": "relu"}, {"lengths": [7, 4, 1]}),
     "lengths and budget": ({"layers": 3, "heads": 1, "input_dim": 3}, {"lengths": [7, 4, 1], "token_budget": 12}),
     "mask": ({"layers": 4, "scale": "one"}, {"at": MASK}),
     "mask and budget": ({"layers": 2, "heads": 1, "norm": "none"}, {"at": MASK, "token_budget": 7}),
+    "one prefix each": ({"layers": 3}, {"at": ALONE}),
+    "one prefix each, vectors": ({"layers": 2, "input_dim": 3, "norm": "none"}, {"at": ALONE}),
     "positions": ({"layers": 3, "position": "none", "outputs": 2}, {"at": [6, 0]}),
 }
 """Models and what is asked of them."""

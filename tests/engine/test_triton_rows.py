@@ -307,6 +307,7 @@ def test_linear(count: int, width: int, outputs: int, seed: int) -> None:
 @given(st.integers(1, 3), st.integers(1, 12), st.integers(1, 4), st.sampled_from([1, 24]), st.integers(0, 99))
 @example(2, 64, 3, 5, 0)
 @example(1, 2, 2, 65, 0)
+@example(130, 64, 3, 5, 0)  # more tokens than one program looks through
 def test_embed(batch: int, time: int, vocab: int, width: int, seed: int) -> None:
     """Tokens that come often or never, and positions past the end of the sequences."""
     model = random_model(seed, vocab=vocab, width=width, heads=1, layers=1, positions=64).to(DEVICE)

@@ -22,17 +22,22 @@ LARGEST = 1024
 """Vocabulary up to which every id has a program of its own."""
 
 
+PART = 8192
+"""Tokens that a program looks through at most: the sums of parts are added up afterwards."""
+
+
 @triton.jit(do_not_specialize=["N"])
-def _token_gradients(ids, grad, out, N, D, R: tl.constexpr, C: tl.constexpr):
-    """One token id, C columns: the sum of the gradients where it stands."""
-    own, cols = tl.program_id(0), tl.program_id(1) * C + tl.arange(0, C)
+def _token_gradients(ids, grad, out, N, D, PART: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """One token id, C columns, PART of the tokens: the sum of the gradients where it stands."""
+    own, cols, part = tl.program_id(0), tl.program_id(1) * C + tl.arange(0, C), tl.program_id(2)
     total = tl.zeros((C,), out.dtype.element_ty)
-    for start in range(0, N, R):
+    for start in range(part * PART, tl.minimum(N, (part + 1) * PART), R):
         rows = (start + tl.arange(0, R)).to(tl.int64)
         mine = tl.load(ids + rows, mask=rows < N, other=-1) == own
         at = rows[:, None] * D + cols[None, :]
         total += tl.sum(tl.load(grad + at, mask=mine[:, None] & (cols < D)[None, :], other=0.0), 0)
-    tl.store(out + own.to(tl.int64) * D + cols, total, mask=cols < D)
+    at = part.to(tl.int64) * tl.num_programs(0) + own
+    tl.store(out + at * D + cols, total, mask=cols < D)
 
 
 def embed(model: Transformer, x: Tensor) -> Tensor:
@@ -54,9 +59,11 @@ class _Embed(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         grad, width, time = grad.contiguous(), grad.shape[2], x.shape[1]
         vocabulary, longest = ctx.sizes
-        d_tokens = grad.new_empty(vocabulary, width)
-        grid = (vocabulary, triton.cdiv(width, 32))
-        _token_gradients[grid](x.contiguous(), grad, d_tokens, x.numel(), width, 512, 32, num_warps=4)
+        parts = triton.cdiv(x.numel(), PART)
+        shares = grad.new_empty(parts, vocabulary, width)
+        grid = (vocabulary, triton.cdiv(width, 32), parts)
+        _token_gradients[grid](x.contiguous(), grad, shares, x.numel(), width, PART, 512, 32, num_warps=4)
+        d_tokens = shares[0] if parts == 1 else shares.sum(0)
         d_positions = grad.new_zeros(longest, width)
         d_positions[:time] = column_sums(grad.flatten(1), grad.dtype).view(time, width)
         return None, d_tokens, d_positions

@@ -6,7 +6,8 @@ normed rows x in half precision. A block reads, from the products y of the block
     h, x = add_norm(h, y)     attention = prefix_attention(norm_linear(x))      y = linear(attention)
     h, x = add_norm(h, y)                                                       y = activated_linear(norm_linear(x))
 
-Layer 1 takes h from tokens and its attention from a scan; the last layer reads h at the end of each prefix only.
+Layer 1 takes h from tokens and its attention from a scan, unless each sequence has one prefix only; the last layer reads h at
+the end of each prefix only.
 """
 
 from __future__ import annotations
@@ -98,6 +99,9 @@ def full_block(
 
 def first_layer(block: Block, h_BTD: Tensor, half: torch.dtype, packing: Packing, keep: bool) -> tuple[Stream, Tensor]:
     """Layer 1 from tokens: the stream (N, D), and the product that has yet to be added to it; keep: see mlp."""
+    if packing.alone:
+        rows = h_BTD.flatten(0, 1).index_select(0, packing.row_index)  # each at most once, so that gradients have an order
+        return full_block(block, stream_start(rows, half), normed(rows, norm_of(block.norm_1), half), packing, keep)
     x = normed(h_BTD.flatten(0, 1), norm_of(block.norm_1), half)
     qkv, bias = norm_linear(x, block.qkv, block.norm_1, add=True)
     y = linear(running_attention(qkv, bias, packing, block.heads, block.scale), block.proj.weight)

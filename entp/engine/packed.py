@@ -53,6 +53,9 @@ def upper_layers(model: Transformer, rows_ND: Tensor, packing: Packing) -> Tenso
 
 def first_layer(block: Block, h_BTD: Tensor, packing: Packing) -> Tensor:
     """Block 1 for every row (N, D), from the embeddings (B, T, D)."""
+    if packing.alone:  # nothing to share: a block like any other
+        rows = h_BTD.flatten(0, 1).index_select(0, packing.row_index)
+        return block.finish(rows, prefix_attention(block, block.qkv(block.norm_1(rows)), packing))
     q, k, v = (part.transpose(1, 2) for part in block.split_heads(block.qkv(block.norm_1(h_BTD))))
     with torch.autocast(h_BTD.device.type, enabled=False):  # scores in full precision, as fused attention keeps them
         attended = running_attention(q, k, v, packing, block.scale)

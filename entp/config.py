@@ -112,8 +112,10 @@ class OptimConfig:
     """For muon: whiten directions on the side of the MLPs' hidden units; what does it is renewed every so many steps. 0: no."""
     late_batch: int = 0
     """Sequences per step from step late_at on: late in training gradients are noisier. 0: as many as before."""
+    late_adamw: float = 0.0
+    """For muon: from step late_at on AdamW moves all, from the running mean if there is one, at so much of the rate. 0: no."""
     late_at: int = 0
-    """Step from which late_batch holds."""
+    """Step from which late_batch and late_adamw hold."""
     average: int = 0
     """Measure and keep as best the running mean of the weights over about so many steps. 0: the weights themselves."""
     grow_from: int | None = None
@@ -122,6 +124,10 @@ class OptimConfig:
     """Step from which the waiting blocks are trained as well, with grow_from."""
     select: bool = False
     """In mode entp: once most predictions are right, gradients of some only, drawn by their errors and weighted: unbiased."""
+
+    def adamw_at(self, step: int) -> bool:
+        """Whether AdamW has taken over from muon at this step."""
+        return self.late_adamw > 0 and step >= self.late_at
 
     def __post_init__(self) -> None:
         _check_numbers(self, "optim.")
@@ -139,24 +145,32 @@ class OptimConfig:
                 problems.append(f"optim.{name} is {getattr(self, name)}: allowed is 0 up to, not including, 1")
         if self.weight_decay < 0 or self.clip < 0:
             problems.append("optim.weight_decay and optim.clip must not be negative")
-        if (self.late_batch, self.late_at) != (0, 0) and min(self.late_batch, self.late_at) < 1:
-            problems.append(
-                f"optim.late_batch is {self.late_batch} and optim.late_at {self.late_at}: give both, a number of sequences and "
-                "the step from which it holds, each at least 1, or none of them"
-            )
         if self.average < 0:
             problems.append(f"optim.average is {self.average}: it must be a number of steps, or 0")
         if self.whiten < 0 or (self.whiten and self.name != "muon"):
             problems.append(
                 f"optim.whiten is {self.whiten} with optim.name {self.name}: it must be 0, or a number of steps and muon"
             )
+        _raise(problems + self._staged_problems() + _choice_problems(self, "optim."))
+
+    def _staged_problems(self) -> list[str]:
+        """What is wrong with the options that hold from some step on."""
+        problems = []
+        late, change = self.late_at, (self.late_batch, self.late_adamw)
+        if min(late, *change) < 0 or (late > 0) != any(change):
+            problems.append(
+                f"optim.late_at is {late}, optim.late_batch {self.late_batch} and optim.late_adamw {self.late_adamw:g}: give a "
+                "step of at least 1 and what changes there, a number of sequences or AdamW's share of the rate, or none"
+            )
+        if self.late_adamw and self.name != "muon":
+            problems.append(f"optim.late_adamw is {self.late_adamw:g} with optim.name {self.name}: it takes over from muon")
         none, both = self.grow_from is None and self.grow_at == 0, (self.grow_from or 0) >= 1 and self.grow_at >= 1
         if not none and not both:
             problems.append(
                 f"optim.grow_from is {self.grow_from} and optim.grow_at {self.grow_at}: give both, a number of blocks and the "
                 "step at which the others join, each at least 1, or none of them"
             )
-        _raise(problems + _choice_problems(self, "optim."))
+        return problems
 
 
 @dataclass(frozen=True)

@@ -291,6 +291,7 @@ TOGETHER = {
     "optim.grow_at": [("optim.grow_from", 2)],
     "optim.late_batch": [("optim.late_at", 5)],
     "optim.late_at": [("optim.late_batch", 2)],
+    "optim.late_adamw": [("optim.late_at", 5), ("optim.name", "muon")],
 }
 FIXED_BY_THE_TASK = {"model.vocab", "model.input_dim", "model.outputs"}
 

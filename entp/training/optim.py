@@ -23,7 +23,15 @@ def learning_rate(config: OptimConfig, step: int, spent: float = 0.0) -> float:
     """The rate of step 0, 1, ...: linear warm-up, cosine or line to min_lr at decay_steps, then min_lr.
 
     spent: the fraction of train.max_seconds that is over, which the decay follows if config.decay is "seconds".
+    Where AdamW takes over, its share of that, after a warm-up of its own.
     """
+    if config.adamw_at(step):
+        warm = min(1.0, (step - config.late_at + 1) / max(1, config.warmup))
+        return warm * config.late_adamw * _decayed(config, step, spent)
+    return _decayed(config, step, spent)
+
+
+def _decayed(config: OptimConfig, step: int, spent: float) -> float:
     if step < config.warmup:
         return config.max_lr * (step + 1) / config.warmup
     steps = (step - config.warmup) / (config.decay_steps - config.warmup)
@@ -170,7 +178,10 @@ def inverse_fourth_root(a: Tensor, iterations: int = 14) -> Tensor:
 
 
 def make_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
-    """AdamW over everything, or Muon over the blocks' matrices and AdamW over the rest; vectors are not decayed."""
+    """AdamW over everything, or Muon over the blocks' matrices and AdamW over the rest; vectors are not decayed.
+
+    With late_adamw a third one: AdamW over the blocks' matrices, for later (see `at_work`).
+    """
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     muon = {n: p for n, p in named if config.name == "muon" and n.startswith("blocks.") and p.ndim == 2}
     taken = {id(p) for p in muon.values()}
@@ -181,15 +192,27 @@ def make_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.O
     ]
     cuda = named[0][1].is_cuda
     rate = torch.tensor(config.max_lr, device=named[0][1].device) if cuda else config.max_lr
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(groups, lr=rate, betas=(config.beta1, config.beta2), fused=cuda, capturable=cuda)
-    ]
+
+    def adamw(groups: list[dict[str, Any]]) -> torch.optim.AdamW:
+        own = rate.clone() if isinstance(rate, Tensor) else rate
+        return torch.optim.AdamW(groups, lr=own, betas=(config.beta1, config.beta2), fused=cuda, capturable=cuda)
+
+    optimizers: list[torch.optim.Optimizer] = [adamw(groups)]
     if muon:
         optimizers.append(Muon(list(muon.values()), lr=config.max_lr, weight_decay=config.weight_decay))
         optimizers[1].param_groups[0]["parts"] = [3 if n.endswith("qkv.weight") else 1 for n in muon]
         optimizers[1].param_groups[0]["whiten"] = [config.whiten > 0 and n.endswith(("fc.weight", "out.weight")) for n in muon]
         optimizers[1].param_groups[0]["lr"] = rate if not isinstance(rate, Tensor) else rate.clone()
+        if config.late_adamw:
+            optimizers.append(adamw([{"params": list(muon.values()), "weight_decay": config.weight_decay}]))
     return optimizers
+
+
+def at_work(optimizers: list[torch.optim.Optimizer], config: OptimConfig, step: int) -> list[torch.optim.Optimizer]:
+    """Those that move something in this step: with late_adamw, Muon before late_at and the third one from there on."""
+    if not config.late_adamw:
+        return optimizers
+    return [optimizers[0], optimizers[2] if config.adamw_at(step) else optimizers[1]]
 
 
 def set_learning_rate(optimizers: list[torch.optim.Optimizer], rate: float) -> None:
@@ -204,7 +227,7 @@ def set_learning_rate(optimizers: list[torch.optim.Optimizer], rate: float) -> N
 
 def renew_whiteners(optimizers: list[torch.optim.Optimizer], config: OptimConfig, step: int) -> None:
     """Every config.whiten steps, before the step: what whitens Muon's directions, from the gradients so far."""
-    if config.whiten and step and step % config.whiten == 0:
+    if config.whiten and step and step % config.whiten == 0 and not config.adamw_at(step):
         for optimizer in optimizers:
             if isinstance(optimizer, Muon):
                 optimizer.whiten()

@@ -118,10 +118,6 @@ class OptimConfig:
     """Step from which late_batch and late_adamw hold."""
     average: int = 0
     """Measure and keep as best the running mean of the weights over about so many steps. 0: the weights themselves."""
-    grow_from: int | None = None
-    """Train only so many blocks at first, the first ones and the last; the others wait as identities, which cost nothing."""
-    grow_at: int = 0
-    """Step from which the waiting blocks are trained as well, with grow_from."""
     select: bool = False
     """In mode entp: once most predictions are right, gradients of some only, drawn by their errors and weighted: unbiased."""
 
@@ -164,12 +160,6 @@ class OptimConfig:
             )
         if self.late_adamw and self.name != "muon":
             problems.append(f"optim.late_adamw is {self.late_adamw:g} with optim.name {self.name}: it takes over from muon")
-        none, both = self.grow_from is None and self.grow_at == 0, (self.grow_from or 0) >= 1 and self.grow_at >= 1
-        if not none and not both:
-            problems.append(
-                f"optim.grow_from is {self.grow_from} and optim.grow_at {self.grow_at}: give both, a number of blocks and the "
-                "step at which the others join, each at least 1, or none of them"
-            )
         return problems
 
 
@@ -249,11 +239,6 @@ class Run:
             problems.append(f"seed is {self.seed}: it must be below 2^32, so that no two streams of data can meet")
         if self.optim.decay == "seconds" and self.train.max_seconds is None:
             problems.append("optim.decay seconds needs train.max_seconds: the time at whose end the rate is optim.min_lr")
-        if self.optim.grow_from is not None and self.optim.grow_from >= self.model.layers:
-            problems.append(
-                f"optim.grow_from {self.optim.grow_from} must be below model.layers {self.model.layers}: "
-                "the model grows from some of its blocks to all of them"
-            )
         if self.optim.select and self.mode != "entp":
             problems.append(f"optim.select is for mode entp, where each prediction has a cost of its own, not for {self.mode}")
         needs = self.task.model_needs()

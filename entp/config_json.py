@@ -20,6 +20,10 @@ def run_to_json(run: Run) -> dict[str, Any]:
     return data
 
 
+GONE = {"grow_from": None, "grow_at": 0}
+"""Options of the optimizer that files of earlier runs name, and the value at which they did nothing."""
+
+
 def run_from_json(data: Any, where: str = "config") -> Run:
     """The run that `data` describes; unknown keys and wrong types are errors that name the key, missing ones are defaults.
 
@@ -37,6 +41,7 @@ def run_from_json(data: Any, where: str = "config") -> Run:
     cls = task_class(name)
     parts = {"task": cls, "model": ModelConfig, "optim": OptimConfig, "train": TrainConfig}
     values = {"task": fields, **{name: data.pop(name, {}) for name in ("model", "optim", "train")}}
+    values["optim"] = _without_gone(values["optim"])
     built: dict[str, Any] = {}
     for name, kind in parts.items():
         kind.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
@@ -48,6 +53,13 @@ def run_from_json(data: Any, where: str = "config") -> Run:
     if unknown:
         raise InputError(f"{where} has unknown keys: {', '.join(sorted(unknown))}.")
     return Run(**built, **data)
+
+
+def _without_gone(optim: Any) -> Any:
+    """The optimizer's options without those that are gone, where they say what their absence says."""
+    if not isinstance(optim, dict):
+        return optim
+    return {name: value for name, value in optim.items() if not (name in GONE and value == GONE[name])}
 
 
 def _explain(part: str, error: Any) -> str:

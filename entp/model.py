@@ -10,7 +10,6 @@ N any number of rows.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -88,25 +87,6 @@ class Transformer(nn.Module):
         if table.shape != self.positions.shape:
             raise InputError(f"position vectors have shape {tuple(table.shape)}: {tuple(self.positions.shape)} is needed.")
         self.positions.copy_(table)
-
-    def shallow(self, layers: int) -> Transformer:
-        """A model of so many blocks that shares its weights with this one: its first ones and its last."""
-        with torch.device("meta"):
-            model = Transformer(replace(self.config, layers=layers))
-        for name, part in self.named_children():
-            setattr(model, name, part)
-        if self.config.position != "none":
-            model.positions = self.positions
-        model.blocks = nn.ModuleList([*list(self.blocks)[: layers - 1], self.blocks[-1]])
-        return model
-
-    @torch.no_grad()
-    def put_to_sleep(self, layers: int) -> None:
-        """Make identities of all blocks but those of `shallow(layers)`: both models then compute the same."""
-        for block in list(self.blocks)[layers - 1 : -1]:
-            for name, p in block.named_parameters():
-                if name.startswith(("proj.", "out.")):
-                    p.zero_()
 
     def forward(
         self,

@@ -274,7 +274,6 @@ OTHER_VALUES = {
     "train.max_seconds": 5.0,
     "optim.decay": "seconds",
     "optim.shape": "linear",
-    "optim.grow_from": 2,
     "optim.select": True,
     "train.precision": "fp32",
     "train.graph": False,
@@ -287,8 +286,6 @@ TOGETHER = {
     "task.length": [("model.positions", 65)],
     "optim.decay": [("train.max_seconds", 5.0)],
     "optim.whiten": [("optim.name", "muon")],
-    "optim.grow_from": [("optim.grow_at", 5)],
-    "optim.grow_at": [("optim.grow_from", 2)],
     "optim.late_batch": [("optim.late_at", 5)],
     "optim.late_at": [("optim.late_batch", 2)],
     "optim.late_adamw": [("optim.late_at", 5), ("optim.name", "muon")],
@@ -318,11 +315,15 @@ def test_time_is_part_of_a_schedule_that_follows_it() -> None:
     assert len({config_hash(one) for one in (run, clocked, longer)}) == 3
 
 
-def test_growing_is_part_of_the_schedule() -> None:
+def test_options_that_are_gone_are_read_where_they_did_nothing() -> None:
+    """Files of earlier runs name them."""
     run = RUNS["defaults"]
-    grown = [(None, 0), (1, 50), (2, 50), (2, 51)]
-    hashes = {config_hash(dataclasses.replace(run, optim=OptimConfig(grow_from=blocks, grow_at=at))) for blocks, at in grown}
-    assert len(hashes) == 4
+    data = run_to_json(run)
+    data["optim"] |= {"grow_from": None, "grow_at": 0}
+    assert run_from_json(data) == run
+    data["optim"]["grow_from"] = 2
+    with pytest.raises(InputError, match="grow_from"):
+        run_from_json(data)
 
 
 def test_whitening_is_part_of_muon() -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from entp.config import OptimConfig, Run
+from entp.config import Run
 from entp.engine.api import choose
 from entp.engine.budget import step_token_budget
 from entp.engine.layout import pack, positions_of, rows_of, split, trim, whole_sequences
@@ -47,15 +47,7 @@ class State:
     best: dict[str, float] = field(default_factory=dict)
     mean: Transformer | None = None
     """With optim.average: the model with the running mean of the weights."""
-    shallow: Transformer | None = None
     selection: Selection | None = None
-
-    def working(self, optim: OptimConfig) -> Transformer:
-        """What the step that comes next trains: the model, or before optim.grow_at its first blocks and the last."""
-        if optim.grow_from is None or self.step >= optim.grow_at:
-            return self.model
-        self.shallow = self.shallow or self.model.shallow(optim.grow_from)
-        return self.shallow
 
     def save(self) -> dict[str, Any]:
         """Everything but the weights, as plain values and tensors."""
@@ -134,12 +126,12 @@ def _prepare(run: Run, state: State, batch: Batch, device: torch.device, world: 
         places, found = places_of(batch, run.task), None
         if state.selection is None:
             inputs = _inputs(run, state, batch, device, world)
-            found = _errors(run, state.working(run.optim), inputs, inputs.parts)[0][:, list(places)]
+            found = _errors(run, state.model, inputs, inputs.parts)[0][:, list(places)]
         state.selection = renewed(state.selection, found, places, len(batch.x))
 
 
 def _inputs(run: Run, state: State, batch: Batch, device: torch.device, world: World) -> Inputs:
-    model = state.working(run.optim)
+    model = state.model
     asked = int((batch.y != IGNORE).sum())
     batch = batch.part(world.rank, world.size)
     at = torch.from_numpy(batch.y != IGNORE)
@@ -169,7 +161,7 @@ def _tables(run: Run, inputs: Inputs) -> list[object]:
 
 def _update(run: Run, state: State, inputs: Inputs, world: World, stop: bool) -> tuple[Tensor, Tensor, bool]:
     """Gradients of every part, added up, and the optimizers' step."""
-    model = state.working(run.optim)
+    model = state.model
     total, sums = _gradients(run, model, inputs)
     for p, gradient in sums.items():
         p.grad = gradient
@@ -249,8 +241,8 @@ class Stepper:
         self.run, self.state, self.device, self.world = run, state, device, world
         self.seen: Counter[bytes] = Counter()
         self.graphs: dict[bytes, _Recorded] = {}
-        self.recorded: tuple[Transformer | None, torch.optim.Optimizer | None, Selection | None] = (None, None, None)
-        """What the graphs belong to: the blocks that are trained, the last optimizer, and which predictions are chosen."""
+        self.recorded: tuple[torch.optim.Optimizer | None, Selection | None] = (None, None)
+        """What the graphs belong to: what moves the blocks' matrices, and which predictions are chosen."""
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Batch, stop: bool = False) -> tuple[Tensor, Tensor, bool]:
@@ -259,7 +251,7 @@ class Stepper:
             return train_step(self.run, self.state, batch, self.device, self.world, stop)
         _prepare(self.run, self.state, batch, self.device, self.world)
         moved_by = at_work(self.state.optimizers, self.run.optim, self.state.step)[-1]
-        now = (self.state.working(self.run.optim), moved_by, self.state.selection)
+        now = (moved_by, self.state.selection)
         if any(a is not b for a, b in zip(self.recorded, now, strict=True)):  # the old graphs' memory goes back
             self.recorded = now
             self.graphs.clear()
@@ -279,7 +271,7 @@ class Stepper:
     def warm_up(self, batch: Batch) -> None:
         """Have everything compiled and tuned that a step needs on CUDA, without changing anything: its gradients, unused."""
         if self.stream is not None:
-            _gradients(self.run, self.state.working(self.run.optim), self._to_device(batch))
+            _gradients(self.run, self.state.model, self._to_device(batch))
             torch.cuda.synchronize(self.device)
 
     def _can_record(self, batch: Batch) -> bool:
@@ -288,7 +280,7 @@ class Stepper:
         if not run.train.graph or self.world.size > 1 or batch.lengths is not None:
             return False
         with rounding(run, self.device):
-            return run.mode != "entp" or choose(run.train.impl, self.device, self.state.working(run.optim)).impl == "triton"
+            return run.mode != "entp" or choose(run.train.impl, self.device, self.state.model).impl == "triton"
 
     def _to_device(self, batch: Batch) -> Inputs:
         return _inputs(self.run, self.state, batch, self.device, self.world)

@@ -77,8 +77,6 @@ def new_state(run: Run, device: torch.device) -> State:
     """A run before its first step."""
     torch.manual_seed(run.seed)
     model = Transformer(run.model).to(device)
-    if run.optim.grow_from is not None:
-        model.put_to_sleep(run.optim.grow_from)
     return State(model, make_optimizers(model, run.optim), mean=copy.deepcopy(model) if run.optim.average else None)
 
 
@@ -179,24 +177,20 @@ class Loop:
             self.metrics.write("train", step, {**line, "seconds": round(self.state.seconds, 3)})
 
     def measure(self) -> bool:
-        """Evaluate, keep the best weights for the next save, and say whether the target is reached (by all blocks)."""
+        """Evaluate, keep the best weights for the next save, and say whether the target is reached."""
         self.watch.check()
         state = self.state
         self.valid = self.valid or list(some_batches(self.run, "valid", self.run.train.eval_batches))
-        model = state.mean or state.working(self.run.optim)
+        model = state.mean or state.model
         self.values = evaluate(model, self.run, batches=self.valid, device=self.device, world=self.world)
-        grown = self.run.optim.grow_at
-        before = (
-            state.best if state.best.get("step", 0) >= grown or state.step < grown else {}
-        )  # of all blocks, once they are trained
-        better = _is_better(self.run, self.values, before)
+        better = _is_better(self.run, self.values, state.best)
         if better:
             state.best = {**self.values, "step": state.step}
-            self.best = {name: t.detach().clone() for name, t in (state.mean or state.model).state_dict().items()}
+            self.best = {name: t.detach().clone() for name, t in model.state_dict().items()}
         self.progress.line(state.step, self.values)
         if self.metrics:
             self.metrics.write("eval", state.step, self.values)
-        return state.step >= grown and _reached(self.run, self.values)
+        return _reached(self.run, self.values)
 
     def save(self) -> None:
         """A checkpoint to continue from, and one of the best weights since the last, unless the weights have gone bad."""

@@ -15,8 +15,8 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of Muon's quintic iteration, as in torch.optim.Muon."""
 REMEMBERED = 0.99
 """How much of the products of gradients' rows is kept at each step, where they are whitened."""
-DAMPING = 1e-4
-"""Eigenvalues of these products are raised by so much of their largest: noise is not blown up, Newton's iteration converges."""
+DAMPING = 3e-3
+"""What is added to these products' eigenvalues, of their mean: noise is not blown up, and Newton's iteration converges."""
 
 
 def learning_rate(config: OptimConfig, step: int, spent: float = 0.0) -> float:
@@ -161,14 +161,16 @@ def row_products(g: Tensor) -> Tensor:
     return g @ g.mT
 
 
-def inverse_fourth_root(a: Tensor, iterations: int = 14) -> Tensor:
-    """(A/s + DAMPING I)^(-1/4) of symmetric A without negative eigenvalues (n, k, k), by Newton's coupled iteration.
+def inverse_fourth_root(a: Tensor, iterations: int = 20) -> Tensor:
+    """(A + d I)^(-1/4) of symmetric A (n, k, k) without negative eigenvalues, scaled to mean diagonal 1, by Newton's iteration.
 
-    s is A's largest sum of absolute values in a row, which no eigenvalue exceeds. The result is scaled to mean diagonal 1.
+    d is DAMPING times A's mean eigenvalue. The iteration holds x^4 a = m and drives m to 1, from any m between 0 and 5; an
+    eigenvalue of m that is small grows by 1.25^4 each time, so 20 iterations reach those of a ten-millionth of the largest.
     """
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    a = a / a.abs().sum(2).amax(1).clamp(min=torch.finfo(a.dtype).tiny)[:, None, None] + DAMPING * eye
-    x, m = eye.expand_as(a), a / (1 + DAMPING)
+    a = a + DAMPING * a.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * eye
+    m = a / a.norm(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(a.dtype).tiny)
+    x = eye.expand_as(m)
     for _ in range(iterations):
         t = 1.25 * eye - 0.25 * m
         x = x @ t

@@ -37,6 +37,15 @@ def test_recorded_runs_have_the_settings_of_their_recipe(name: str, capsys: pyte
         assert run["curve"]
 
 
+def test_decoders_get_the_time_that_entp_took() -> None:
+    """The recipe's time for fast decoders follows what is recorded of the fast ENTP."""
+    arms = json.loads((ROOT / "results" / "count3.json").read_text())["arms"]
+    took = max(run["seconds"] for run in arms["ENTP medium, fast"]["runs"])
+    runs = find_recipe("count3").runs
+    for label in ("decoder medium, fast", "prefix decoder medium, fast"):
+        assert (runs[label].train.max_seconds or 0) >= took
+
+
 def test_arms_that_fill_a_grid_are_shown_as_one(tmp_path: Path) -> None:
     found = json.loads((ROOT / "results" / "count3-depth.json").read_text())
     (tmp_path / "results").mkdir()

@@ -193,18 +193,19 @@ def make_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.O
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
     cuda = named[0][1].is_cuda
-    rate = torch.tensor(config.max_lr, device=named[0][1].device) if cuda else config.max_lr
+
+    def rate() -> Tensor | float:  # on CUDA a recorded step reads it
+        return torch.tensor(config.max_lr, device=named[0][1].device) if cuda else config.max_lr
 
     def adamw(groups: list[dict[str, Any]]) -> torch.optim.AdamW:
-        own = rate.clone() if isinstance(rate, Tensor) else rate
-        return torch.optim.AdamW(groups, lr=own, betas=(config.beta1, config.beta2), fused=cuda, capturable=cuda)
+        return torch.optim.AdamW(groups, lr=rate(), betas=(config.beta1, config.beta2), fused=cuda, capturable=cuda)
 
     optimizers: list[torch.optim.Optimizer] = [adamw(groups)]
     if muon:
         optimizers.append(Muon(list(muon.values()), lr=config.max_lr, weight_decay=config.weight_decay))
         optimizers[1].param_groups[0]["parts"] = [3 if n.endswith("qkv.weight") else 1 for n in muon]
         optimizers[1].param_groups[0]["whiten"] = [config.whiten > 0 and n.endswith(("fc.weight", "out.weight")) for n in muon]
-        optimizers[1].param_groups[0]["lr"] = rate if not isinstance(rate, Tensor) else rate.clone()
+        optimizers[1].param_groups[0]["lr"] = rate()
         if config.late_adamw:
             optimizers.append(adamw([{"params": list(muon.values()), "weight_decay": config.weight_decay}]))
     return optimizers

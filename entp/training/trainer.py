@@ -133,9 +133,8 @@ class Loop:
         run, state, every = self.run, self.state, self.run.train
         late = self.late(state.seconds)
         if not late and state.step < run.steps:
-            self.step.warm_up(
-                run.task.batch(run.seed, "train", state.step, run.batch_at(state.step))
-            )  # no part of the training's time
+            first = run.task.batch(run.seed, "train", state.step, run.batch_at(state.step))
+            self.step.warm_up(first)  # no part of the training's time
         reason, mark = "", time.perf_counter()
         for batch in () if late else _batches(run, state.step, self.device):
             late = self.late(state.seconds + time.perf_counter() - mark)

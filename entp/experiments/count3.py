@@ -36,7 +36,7 @@ FAST_RATES: dict[Mode, float] = {"entp": 8e-4, "decoder": 8e-4, "prefix": 8e-4}
 
 def paper_run(mode: Mode, size: str) -> Run:
     """AdamW, 5e-4 to 5e-5, batch 64, 150,000 steps."""
-    train = TrainConfig(eval_every=500, eval_batches=16, checkpoint_every=1000, token_budget=AT_ONCE)
+    train = TrainConfig(eval_every=500, eval_batches=16, checkpoint_every=5000, token_budget=AT_ONCE)
     if mode != "entp":
         train = replace(train, log_every=100, checkpoint_every=10_000, token_budget=None)  # about as many seconds apart
     return Run(TASK, model_for(TASK, size), mode, steps=150_000, batch=64, train=train)

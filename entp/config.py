@@ -112,18 +112,12 @@ class OptimConfig:
     """For muon: whiten directions on the side of the MLPs' hidden units; what does it is renewed every so many steps. 0: no."""
     late_batch: int = 0
     """Sequences per step from step late_at on: late in training gradients are noisier. 0: as many as before."""
-    late_adamw: float = 0.0
-    """For muon: from step late_at on AdamW moves all, from the running mean if there is one, at so much of the rate. 0: no."""
     late_at: int = 0
-    """Step from which late_batch and late_adamw hold."""
+    """Step from which late_batch holds."""
     average: int = 0
     """Measure and keep as best the running mean of the weights over about so many steps. 0: the weights themselves."""
     select: bool = False
     """In mode entp: once most predictions are right, gradients of some only, drawn by their errors and weighted: unbiased."""
-
-    def adamw_at(self, step: int) -> bool:
-        """Whether AdamW has taken over from muon at this step."""
-        return self.late_adamw > 0 and step >= self.late_at
 
     def __post_init__(self) -> None:
         _check_numbers(self, "optim.")
@@ -147,20 +141,13 @@ class OptimConfig:
             problems.append(
                 f"optim.whiten is {self.whiten} with optim.name {self.name}: it must be 0, or a number of steps and muon"
             )
-        _raise(problems + self._staged_problems() + _choice_problems(self, "optim."))
-
-    def _staged_problems(self) -> list[str]:
-        """What is wrong with the options that hold from some step on."""
-        problems = []
-        late, change = self.late_at, (self.late_batch, self.late_adamw)
-        if min(late, *change) < 0 or (late > 0) != any(change):
+        late = (self.late_at, self.late_batch)
+        if min(late) < 0 or (late[0] > 0) != (late[1] > 0):
             problems.append(
-                f"optim.late_at is {late}, optim.late_batch {self.late_batch} and optim.late_adamw {self.late_adamw:g}: give a "
-                "step of at least 1 and what changes there, a number of sequences or AdamW's share of the rate, or none"
+                f"optim.late_at is {self.late_at} and optim.late_batch {self.late_batch}: give both, a step and a number of "
+                "sequences, or neither"
             )
-        if self.late_adamw and self.name != "muon":
-            problems.append(f"optim.late_adamw is {self.late_adamw:g} with optim.name {self.name}: it takes over from muon")
-        return problems
+        _raise(problems + _choice_problems(self, "optim."))
 
 
 @dataclass(frozen=True)

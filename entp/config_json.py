@@ -20,7 +20,7 @@ def run_to_json(run: Run) -> dict[str, Any]:
     return data
 
 
-GONE = {"grow_from": None, "grow_at": 0}
+GONE = {"grow_from": None, "grow_at": 0, "late_adamw": 0.0}
 """Options of the optimizer that files of earlier runs name, and the value at which they did nothing."""
 
 

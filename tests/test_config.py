@@ -288,7 +288,6 @@ TOGETHER = {
     "optim.whiten": [("optim.name", "muon")],
     "optim.late_batch": [("optim.late_at", 5)],
     "optim.late_at": [("optim.late_batch", 2)],
-    "optim.late_adamw": [("optim.late_at", 5), ("optim.name", "muon")],
 }
 FIXED_BY_THE_TASK = {"model.vocab", "model.input_dim", "model.outputs"}
 
@@ -319,7 +318,7 @@ def test_options_that_are_gone_are_read_where_they_did_nothing() -> None:
     """Files of earlier runs name them."""
     run = RUNS["defaults"]
     data = run_to_json(run)
-    data["optim"] |= {"grow_from": None, "grow_at": 0}
+    data["optim"] |= {"grow_from": None, "grow_at": 0, "late_adamw": 0.0}
     assert run_from_json(data) == run
     data["optim"]["grow_from"] = 2
     with pytest.raises(InputError, match="grow_from"):

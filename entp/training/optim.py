@@ -23,15 +23,7 @@ def learning_rate(config: OptimConfig, step: int, spent: float = 0.0) -> float:
     """The rate of step 0, 1, ...: linear warm-up, cosine or line to min_lr at decay_steps, then min_lr.
 
     spent: the fraction of train.max_seconds that is over, which the decay follows if config.decay is "seconds".
-    Where AdamW takes over, its share of that, after a warm-up of its own.
     """
-    if config.adamw_at(step):
-        warm = min(1.0, (step - config.late_at + 1) / max(1, config.warmup))
-        return warm * config.late_adamw * _decayed(config, step, spent)
-    return _decayed(config, step, spent)
-
-
-def _decayed(config: OptimConfig, step: int, spent: float) -> float:
     if step < config.warmup:
         return config.max_lr * (step + 1) / config.warmup
     steps = (step - config.warmup) / (config.decay_steps - config.warmup)
@@ -180,10 +172,7 @@ def inverse_fourth_root(a: Tensor, iterations: int = 20) -> Tensor:
 
 
 def make_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
-    """AdamW over everything, or Muon over the blocks' matrices and AdamW over the rest; vectors are not decayed.
-
-    With late_adamw a third one: AdamW over the blocks' matrices, for later (see `at_work`).
-    """
+    """AdamW over everything, or Muon over the blocks' matrices and AdamW over the rest; vectors are not decayed."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     muon = {n: p for n, p in named if config.name == "muon" and n.startswith("blocks.") and p.ndim == 2}
     taken = {id(p) for p in muon.values()}
@@ -197,25 +186,14 @@ def make_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.O
     def rate() -> Tensor | float:  # on CUDA a recorded step reads it
         return torch.tensor(config.max_lr, device=named[0][1].device) if cuda else config.max_lr
 
-    def adamw(groups: list[dict[str, Any]]) -> torch.optim.AdamW:
-        return torch.optim.AdamW(groups, lr=rate(), betas=(config.beta1, config.beta2), fused=cuda, capturable=cuda)
-
-    optimizers: list[torch.optim.Optimizer] = [adamw(groups)]
+    betas = (config.beta1, config.beta2)
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=rate(), betas=betas, fused=cuda, capturable=cuda)]
     if muon:
         optimizers.append(Muon(list(muon.values()), lr=config.max_lr, weight_decay=config.weight_decay))
         optimizers[1].param_groups[0]["parts"] = [3 if n.endswith("qkv.weight") else 1 for n in muon]
         optimizers[1].param_groups[0]["whiten"] = [config.whiten > 0 and n.endswith(("fc.weight", "out.weight")) for n in muon]
         optimizers[1].param_groups[0]["lr"] = rate()
-        if config.late_adamw:
-            optimizers.append(adamw([{"params": list(muon.values()), "weight_decay": config.weight_decay}]))
     return optimizers
-
-
-def at_work(optimizers: list[torch.optim.Optimizer], config: OptimConfig, step: int) -> list[torch.optim.Optimizer]:
-    """Those that move something in this step: with late_adamw, Muon before late_at and the third one from there on."""
-    if not config.late_adamw:
-        return optimizers
-    return [optimizers[0], optimizers[2] if config.adamw_at(step) else optimizers[1]]
 
 
 def set_learning_rate(optimizers: list[torch.optim.Optimizer], rate: float) -> None:
@@ -230,7 +208,7 @@ def set_learning_rate(optimizers: list[torch.optim.Optimizer], rate: float) -> N
 
 def renew_whiteners(optimizers: list[torch.optim.Optimizer], config: OptimConfig, step: int) -> None:
     """Every config.whiten steps, before the step: what whitens Muon's directions, from the gradients so far."""
-    if config.whiten and step and step % config.whiten == 0 and not config.adamw_at(step):
+    if config.whiten and step and step % config.whiten == 0:
         for optimizer in optimizers:
             if isinstance(optimizer, Muon):
                 optimizer.whiten()

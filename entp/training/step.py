@@ -25,7 +25,7 @@ from entp.tasks.base import IGNORE, Batch
 from entp.training import checkpoint
 from entp.training.distributed import World, add_up_gradients
 from entp.training.evaluation import forward, loss_rows, loss_sum, rounding
-from entp.training.optim import at_work, learning_rate, renew_whiteners, restore_optimizer, save_optimizer, set_learning_rate
+from entp.training.optim import learning_rate, renew_whiteners, restore_optimizer, save_optimizer, set_learning_rate
 from entp.training.selection import RENEW, Chosen, Selection, chances, chosen, draw, errors, places_of, renewed, starts
 
 EAGER_STEPS = 3
@@ -115,12 +115,9 @@ def train_step(
 
 
 def _prepare(run: Run, state: State, batch: Batch, device: torch.device, world: World) -> None:
-    """What changes between steps: in the optimizers, in what they start from, and in which predictions are chosen."""
+    """What changes between steps: in the optimizers, and in which predictions are chosen."""
     set_learning_rate(state.optimizers, rate_of(run, state))
     renew_whiteners(state.optimizers, run.optim, state.step)
-    if state.mean is not None and run.optim.late_adamw and state.step == run.optim.late_at:
-        with torch.no_grad():
-            torch._foreach_copy_(list(state.model.parameters()), list(state.mean.parameters()))
     other = state.selection is not None and state.selection.batch != len(batch.x)
     if run.optim.select and (state.step % RENEW == 0 or other):
         places, found = places_of(batch, run.task), None
@@ -167,7 +164,7 @@ def _update(run: Run, state: State, inputs: Inputs, world: World, stop: bool) ->
         p.grad = gradient
     total, stop = add_up_gradients(list(model.parameters()), total, stop, world)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), run.optim.clip or float("inf"))
-    for optimizer in at_work(state.optimizers, run.optim, state.step):
+    for optimizer in state.optimizers:
         optimizer.step()
     if state.mean is not None:
         with torch.no_grad():
@@ -241,8 +238,8 @@ class Stepper:
         self.run, self.state, self.device, self.world = run, state, device, world
         self.seen: Counter[bytes] = Counter()
         self.graphs: dict[bytes, _Recorded] = {}
-        self.recorded: tuple[torch.optim.Optimizer | None, Selection | None] = (None, None)
-        """What the graphs belong to: what moves the blocks' matrices, and which predictions are chosen."""
+        self.selection: Selection | None = None
+        """The choice of predictions that the graphs belong to."""
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Batch, stop: bool = False) -> tuple[Tensor, Tensor, bool]:
@@ -250,10 +247,8 @@ class Stepper:
         if self.stream is None or not self._can_record(batch):
             return train_step(self.run, self.state, batch, self.device, self.world, stop)
         _prepare(self.run, self.state, batch, self.device, self.world)
-        moved_by = at_work(self.state.optimizers, self.run.optim, self.state.step)[-1]
-        now = (moved_by, self.state.selection)
-        if any(a is not b for a, b in zip(self.recorded, now, strict=True)):  # the old graphs' memory goes back
-            self.recorded = now
+        if self.selection is not self.state.selection:  # the old graphs' memory goes back
+            self.selection = self.state.selection
             self.graphs.clear()
             self.seen.clear()
         key = hashlib.blake2b(repr(batch.x.shape).encode() + (batch.y != IGNORE).tobytes()).digest()

@@ -137,15 +137,19 @@ class Match3(Task):
     length: int = 64
     """Integers per sequence."""
     modulus: int = 128
-    """The sum must be 0 modulo this; integers are drawn from 0..modulus-1."""
+    """The sum must be 0 modulo this."""
+    values: int | None = None
+    """The integers are drawn from 0..values-1. None: from 0..modulus-1."""
 
     def __post_init__(self) -> None:
         if self.length < 1 or self.modulus < 1:
             raise InputError(f"task.length {self.length} and task.modulus {self.modulus} must be at least 1.")
+        if self.values is not None and self.values < 1:
+            raise InputError(f"task.values is {self.values}: it must be at least 1, or None.")
 
     def model_needs(self) -> dict[str, Any]:
-        return {"vocab": self.modulus, "positions": self.length, "outputs": 2}
+        return {"vocab": self.values or self.modulus, "positions": self.length, "outputs": 2}
 
     def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
-        x = self.rng(seed, split, step).integers(0, self.modulus, (size, self.length))
+        x = self.rng(seed, split, step).integers(0, self.values or self.modulus, (size, self.length))
         return Batch(x, match3_labels(x, self.modulus))

@@ -68,11 +68,12 @@ def test_rules_hold_for_any_integers(cls: Any, x: list[int]) -> None:
     assert cls.rule(np.array([x])).tolist() == [RULES[cls](x)]
 
 
-@given(st.integers(1, 20), st.integers(1, 200), st.integers(1, 4), seeds)
-def test_match3_batches_follow_the_definition(length: int, modulus: int, size: int, seed: int) -> None:
-    batch = Match3(length, modulus).batch(seed, "valid", 2, size)
+@given(st.integers(1, 20), st.integers(1, 200), st.none() | st.integers(1, 300), st.integers(1, 4), seeds)
+def test_match3_batches_follow_the_definition(length: int, modulus: int, values: int | None, size: int, seed: int) -> None:
+    task = Match3(length, modulus, values)
+    batch = task.batch(seed, "valid", 2, size)
     assert batch.x.shape == batch.y.shape == (size, length)
-    assert 0 <= batch.x.min() <= batch.x.max() < modulus
+    assert 0 <= batch.x.min() <= batch.x.max() < (values or modulus) == task.model_needs()["vocab"]
     for x, y in zip(batch.x.tolist(), batch.y.tolist(), strict=True):
         assert y == [match3(x[: t + 1], modulus) for t in range(length)]
 
@@ -209,7 +210,7 @@ def test_bad_sizes(cls: Any, sizes: dict[str, int], named: str) -> None:
         cls(**sizes)
 
 
-@pytest.mark.parametrize("sizes", [{"length": 0}, {"modulus": 0}, {"modulus": -128}])
+@pytest.mark.parametrize("sizes", [{"length": 0}, {"modulus": 0}, {"modulus": -128}, {"values": 0}, {"values": -1}])
 def test_bad_match3_sizes(sizes: dict[str, int]) -> None:
     with pytest.raises(InputError, match="must be at least 1"):
         Match3(**sizes)

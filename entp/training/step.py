@@ -34,6 +34,8 @@ MOST_SEEN = 1000
 """Different shapes whose steps are counted."""
 MOST_GRAPHS = 4
 """Graphs kept for different shapes: each holds the memory of a step."""
+STEPS_AHEAD = 4
+"""Steps that may wait for the device at a time."""
 
 
 @dataclass
@@ -300,13 +302,35 @@ class _Recorded:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, stream=stream):
             self.loss, self.norm, _ = _update(run, state, inputs, world, False)
+        self.feed = Feed([inputs.x, inputs.y] if inputs.chosen is None else [inputs.x, inputs.y, inputs.chosen.start])
 
     def replay(self, run: Run, state: State, batch: Batch) -> tuple[Tensor, Tensor]:
         """The recorded step on this batch: its loss and the gradient's norm."""
-        chosen = self.inputs.chosen
-        if chosen is not None:
-            chosen.start.copy_(starts(run, state.step, len(chosen.places)), non_blocking=True)
-        self.inputs.x.copy_(torch.from_numpy(batch.x), non_blocking=True)
-        self.inputs.y.copy_(torch.from_numpy(batch.y), non_blocking=True)
+        new = [torch.from_numpy(batch.x), torch.from_numpy(batch.y)]
+        if self.inputs.chosen is not None:
+            new.append(starts(run, state.step, len(self.inputs.chosen.places)))
+        self.feed(new)
         self.graph.replay()
         return self.loss, self.norm
+
+
+class Feed:
+    """New values for tensors on the device, copied from pinned memory, so that the host can be a few steps ahead.
+
+    A copy from ordinary memory first waits until the device has done all it was given; the device then waits for the host.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors, self.turn = tensors, 0
+        pinned = [[torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors] for _ in range(STEPS_AHEAD)]
+        self.pinned = [(memory, torch.cuda.Event()) for memory in pinned]
+
+    def __call__(self, values: list[Tensor]) -> None:
+        """These values from the next step on. Waits only if the device has not read what was given STEPS_AHEAD calls ago."""
+        memory, read = self.pinned[self.turn % STEPS_AHEAD]
+        self.turn += 1
+        read.synchronize()
+        for tensor, via, value in zip(self.tensors, memory, values, strict=True):
+            via.copy_(value)
+            tensor.copy_(via, non_blocking=True)
+        read.record()

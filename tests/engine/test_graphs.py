@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from entp.tasks.base import IGNORE, Batch
 from entp.training import step
 from entp.training.distributed import World
 from entp.training.metrics import read_metrics
-from entp.training.step import EAGER_STEPS, MOST_GRAPHS, State, Stepper, train_step
+from entp.training.step import EAGER_STEPS, MOST_GRAPHS, STEPS_AHEAD, State, Stepper, train_step
 from entp.training.trainer import new_state
 
 STEPS = 12
@@ -173,6 +174,31 @@ def test_another_mask_is_another_graph(mode: str) -> None:
     assert_same_training(run, data, graphs=1)
     both = [batch for own in data for batch in (own, with_other_mask(own, 6))]
     assert_same_training(run, both, graphs=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [{}, {"mode": "decoder"}, {"optim": {"name": "muon"}}], ids=["entp", "decoder", "muon"])
+def test_the_host_is_ahead_and_each_step_has_its_own_batch(changes: dict[str, Any]) -> None:
+    """The device is kept busy before every replay: the host does not wait for it, and no batch is overwritten unread."""
+    run = small_run(train=FP32, **{**changes, "optim": {**SCHEDULE, **changes.get("optim", {})}})
+    found = []
+    for busy in (False, True):
+        state, stepper = start(run, "cuda")
+        losses, waits = [], []
+        for number, batch in enumerate(batches(run, EAGER_STEPS + 3 * STEPS_AHEAD)):
+            if busy and number > EAGER_STEPS:
+                torch.cuda._sleep(200_000_000)  # about 0.1 s
+            begin = time.perf_counter()
+            losses.append(stepper(batch)[0].clone())
+            waits.append(time.perf_counter() - begin)
+            state.step += 1
+            if not busy:
+                torch.cuda.synchronize()
+        found.append(torch.stack(losses))
+        if busy:
+            ahead = waits[EAGER_STEPS + 1 : EAGER_STEPS + STEPS_AHEAD]
+            assert max(ahead) < 0.05 < max(waits[EAGER_STEPS + STEPS_AHEAD :])
+    assert torch.allclose(*found, rtol=1e-5)
 
 
 @pytest.mark.gpu

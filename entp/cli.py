@@ -47,7 +47,7 @@ def train_command(args: list[str]) -> int:
     out = options.out or Path("runs") / f"{run.task.name}-{run.mode}"
     from entp.training.trainer import announce, train
 
-    result = train(run, out, device=options.device, resume=options.resume)
+    result = train(run, out, device=options.device, resume=options.resume, fork=options.fork)
     if os.environ.get("RANK", "0") == "0":
         print(announce(result))
     return 128 + result.stopped_by if result.stopped_by else 0
@@ -309,12 +309,12 @@ def _task_class(name: str) -> type[Task]:
 
 
 def _saved_run(args: list[str]) -> Run | None:
-    """The run that --resume continues, whose settings are the defaults then."""
-    if "--resume" not in args:
-        return None
+    """The run that --resume or --fork continues, whose settings are the defaults then."""
     joined = "\n".join(args)
-    out = re.search(r"^--out[=\n](.+)$", joined, re.MULTILINE)
-    config = Path(out.group(1)) / "config.json" if out else None
+    found = re.search(r"^--fork[=\n](.+)$", joined, re.MULTILINE)
+    if "--resume" in args:
+        found = re.search(r"^--out[=\n](.+)$", joined, re.MULTILINE)
+    config = Path(found.group(1)) / "config.json" if found else None
     if config is None or not config.is_file():
         return None
     try:
@@ -327,7 +327,7 @@ def _defaults(cls: type[Task], saved: Run | None) -> TrainOptions[Any]:
     if saved is None or not isinstance(saved.task, cls):
         return TrainOptions(cls())
     return TrainOptions(
-        saved.task, saved.mode, None, saved.steps, saved.batch, saved.seed, resume=True, optim=saved.optim, train=saved.train
+        saved.task, saved.mode, None, saved.steps, saved.batch, saved.seed, optim=saved.optim, train=saved.train
     )
 
 

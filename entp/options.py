@@ -41,7 +41,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class TrainOptions(Generic[TaskType]):
-    """Train a model on a task. With --resume, settings that are not given are those of the run in --out."""
+    """Train a model on a task. With --resume or --fork, settings that are not given are those of that run."""
 
     task: TaskType
     """Sizes of the task."""
@@ -61,6 +61,8 @@ class TrainOptions(Generic[TaskType]):
     """Folder of the run (default: runs/TASK-MODE)."""
     resume: bool = False
     """Continue the run in --out."""
+    fork: Path | None = None
+    """Begin with the last checkpoint of the run in this folder, the optimizer's state included; that run stays as it is."""
     model: ModelOptions = field(default_factory=ModelOptions)
     """Changes to the model."""
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from entp.config import Run
-from entp.config_json import FREE_TO_CHANGE, run_from_json, run_to_json
+from entp.config_json import FREE_TO_CHANGE, config_hash, run_from_json, run_to_json
 from entp.errors import InputError
 from entp.training import checkpoint
 from entp.training.distributed import World
-from entp.training.metrics import environment
+from entp.training.metrics import environment, read_metrics
 
 
 def check_folder(run: Run, out: Path, resume: bool) -> None:
@@ -34,6 +35,46 @@ def check_folder(run: Run, out: Path, resume: bool) -> None:
     differences = [d for d in _differences(old, run_to_json(run)) if d.split(" ")[0] not in FREE_TO_CHANGE]
     if differences:
         raise InputError(f"{out} holds another run: {'; '.join(differences)}. Use its settings, or another --out.")
+
+
+class Fork(NamedTuple):
+    """What a run takes over from another."""
+
+    weights: dict[str, Tensor]
+    trainer: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    environment: dict[str, Any]
+
+
+def read_fork(run: Run, source: Path) -> Fork:
+    """The last checkpoint of the run in `source`, for `run` to begin with."""
+    folder = checkpoint.newest(source)
+    if folder is None:
+        raise InputError(f"{source} holds no checkpoint to fork: give the --out of an `entp train` that has saved one.")
+    old = checkpoint.load_run(folder)
+    same = [(run_to_json(r)["model"], {"optimizer": r.optim.name}) for r in (old, run)]
+    differences = [d for a, b in zip(*same, strict=True) for d in _differences(a, b)]
+    if differences:
+        raise InputError(f"{source} cannot be forked: {'; '.join(differences)}. Its model and optimizer have to stay.")
+    weights, trainer = checkpoint.load(folder).state_dict(), checkpoint.read_trainer(folder)
+    step = trainer["step"]
+    trainer = {**trainer, "best": {}, "mean": trainer.get("mean", weights)}  # its best weights are not copied
+    trainer.pop("selection", None)  # made anew: it belongs to a batch and its targets
+    if not run.optim.average:
+        trainer.pop("mean")
+    rows = [row for row in read_metrics(source) if row["step"] <= step]
+    try:
+        before = json.loads((source / "environment.json").read_text())
+    except (OSError, ValueError):
+        before = {}
+    return Fork(weights, trainer, rows, {**before, "forked": {"run": source.name, "step": step, "config": config_hash(old)}})
+
+
+def write_fork(run: Run, fork: Fork, out: Path) -> None:
+    """A folder that resuming goes on from; config.json, without which it is no run, is written by whoever resumes it."""
+    checkpoint.save_checkpoint(out, fork.trainer["step"], fork.weights, run, fork.trainer)
+    checkpoint.write_file(out / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in fork.metrics).encode())
+    checkpoint.write_file(out / "environment.json", json.dumps(fork.environment, indent=1).encode())
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> list[str]:

@@ -222,9 +222,9 @@ def save_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Load what save_optimizer gave; what belongs to the device (fused or not, where the rate lives) stays as it is."""
-    own = [{k: v for k, v in g.items() if k in ("lr", "fused", "capturable", "foreach")} for g in optimizer.param_groups]
-    groups = [{**g, **kept} for g, kept in zip(saved["param_groups"], own, strict=True)]
+    """Load the state that save_optimizer gave; settings stay the run's own, and what belongs to the device as it is."""
+    own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    groups = [{**kept, "params": group["params"]} for group, kept in zip(saved["param_groups"], own, strict=True)]
     optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
     for group, kept in zip(optimizer.param_groups, own, strict=True):
         group.update(kept)

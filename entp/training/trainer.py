@@ -27,7 +27,7 @@ from entp.tasks.base import Batch
 from entp.training import checkpoint
 from entp.training.distributed import World, join
 from entp.training.evaluation import evaluate, some_batches
-from entp.training.folder import check_folder, prepare_folder
+from entp.training.folder import check_folder, prepare_folder, read_fork, write_fork
 from entp.training.metrics import MetricsFile, Progress, read_metrics
 from entp.training.optim import make_optimizers
 from entp.training.selection import places_of
@@ -48,9 +48,22 @@ class Result:
     stopped_by: int | None = None
 
 
-def train(run: Run, out: str | Path, *, device: str = "auto", resume: bool = False, quiet: bool = False) -> Result:
-    """Train `run` in the folder `out`; `resume` continues what is there. Only the first process writes."""
+def train(
+    run: Run,
+    out: str | Path,
+    *,
+    device: str = "auto",
+    resume: bool = False,
+    fork: str | Path | None = None,
+    quiet: bool = False,
+) -> Result:
+    """Train `run` in the folder `out`; `resume` continues what is there. Only the first process writes.
+
+    fork: the folder of another run, whose last checkpoint this one begins with.
+    """
     out = Path(out)
+    if resume and fork is not None:
+        raise InputError(f"resume continues {out}, fork begins it with a copy of {fork}: give one of them.")
     with join(device) as (world, where):
         fewest = min(run.batch, run.batch_at(run.steps))
         if fewest < world.size:
@@ -62,9 +75,13 @@ def train(run: Run, out: str | Path, *, device: str = "auto", resume: bool = Fal
         if run.optim.select:
             places_of(run.task.batch(run.seed, "train", 0, run.batch), run.task)
         check_folder(run, out, resume)
+        copied = read_fork(run, Path(fork)) if fork is not None else None
         world.barrier()  # nobody creates the folder before all have looked at it
         try:
-            return _train(run, out, where, world, resume, quiet or not world.first)
+            if copied is not None and world.first:
+                write_fork(run, copied, out)
+            world.barrier()
+            return _train(run, out, where, world, resume or fork is not None, quiet or not world.first)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise

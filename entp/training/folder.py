@@ -59,9 +59,10 @@ def read_fork(run: Run, source: Path) -> Fork:
     weights, trainer = checkpoint.load(folder).state_dict(), checkpoint.read_trainer(folder)
     step = trainer["step"]
     trainer = {**trainer, "best": {}, "mean": trainer.get("mean", weights)}  # its best weights are not copied
-    trainer.pop("selection", None)  # made anew: it belongs to a batch and its targets
     if not run.optim.average:
         trainer.pop("mean")
+    if not run.optim.select or (old.task, old.batch_at(step)) != (run.task, run.batch_at(step)):
+        trainer.pop("selection", None)  # made anew: it belongs to a batch and its targets
     rows = [row for row in read_metrics(source) if row["step"] <= step]
     try:
         before = json.loads((source / "environment.json").read_text())

@@ -14,7 +14,7 @@ from small_runs import entp as command
 import entp
 from entp.config import model_for
 from entp.errors import InputError
-from entp.training import checkpoint
+from entp.training import checkpoint, selection, step
 from entp.training.metrics import read_metrics
 
 
@@ -54,6 +54,20 @@ def test_with_the_same_settings_it_is_the_same_run(changes: dict[str, Any], tmp_
     assert rows[0] == rows[1]
     told = json.loads((tmp_path / "fork" / "environment.json").read_text())
     assert (told["forked"]["run"], told["forked"]["step"], len(told["resumed"])) == ("half", 5, 1)
+
+
+def test_what_is_chosen_goes_on_where_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "PAYS_BELOW", 100.0)
+    monkeypatch.setattr(step, "RENEW", 4)
+    chosen: dict[str, Any] = {"optim": {"select": True}}
+    trained(tmp_path / "whole", **chosen)
+    trained(tmp_path / "half", steps=5, **chosen)
+    forked(tmp_path / "half", tmp_path / "fork", **chosen)
+    assert same(tmp_path / "whole", tmp_path / "fork")
+    forked(tmp_path / "half", tmp_path / "more", batch=12, steps=7, **chosen)
+    assert "selection" not in checkpoint.read_trainer(tmp_path / "more/checkpoints/step-00000007")
+    forked(tmp_path / "half", tmp_path / "plain", steps=7)
+    assert "selection" not in checkpoint.read_trainer(tmp_path / "plain/checkpoints/step-00000007")
 
 
 @pytest.mark.parametrize("optim", [{"weight_decay": 0.5}, {"max_lr": 1e-2}, {"beta1": 0.5}], ids=str)

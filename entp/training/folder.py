@@ -23,7 +23,9 @@ def check_folder(run: Run, out: Path, resume: bool) -> None:
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file: give --out a folder.")
     if not resume:
-        if saved.exists() or (out / "checkpoints").exists():
+        if not saved.exists() and any((out / "checkpoints").glob("*")):
+            raise InputError(f"{out} holds checkpoints without config.json, as a killed fork leaves them: delete it first.")
+        if saved.exists():
             raise InputError(f"{out} already holds a run: continue it with --resume, or choose another --out.")
         return
     if not saved.exists():

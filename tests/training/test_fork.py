@@ -14,7 +14,7 @@ from small_runs import entp as command
 import entp
 from entp.config import model_for
 from entp.errors import InputError
-from entp.training import checkpoint, selection, step
+from entp.training import checkpoint, folder, selection, step
 from entp.training.metrics import read_metrics
 
 
@@ -31,8 +31,8 @@ def same(a: Path, b: Path) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def files(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+def files(under: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in sorted(under.rglob("*")) if path.is_file()}
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -121,6 +121,15 @@ def test_what_cannot_be_forked(tmp_path: Path) -> None:
         forked(tmp_path / "run", tmp_path / "run")
     with pytest.raises(InputError, match="give one of them"):
         entp.train(small_run(), tmp_path / "run", device="cpu", resume=True, fork=tmp_path / "run")
+
+
+def test_a_fork_that_was_killed_before_it_was_whole(tmp_path: Path) -> None:
+    trained(tmp_path / "half", steps=5)
+    folder.write_fork(small_run(), folder.read_fork(small_run(), tmp_path / "half"), tmp_path / "fork")
+    with pytest.raises(InputError, match=r"fork holds checkpoints without config\.json, as a killed fork leaves them"):
+        forked(tmp_path / "half", tmp_path / "fork")
+    with pytest.raises(InputError, match="holds no run to resume"):
+        entp.train(small_run(), tmp_path / "fork", device="cpu", quiet=True, resume=True)
 
 
 def test_on_the_command_line(tmp_path: Path) -> None:

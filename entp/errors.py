@@ -19,4 +19,5 @@ def one_of(name: str, got: object, allowed: object) -> InputError:
     names = [str(a) for a in allowed]  # type: ignore[attr-defined]
     close = difflib.get_close_matches(str(got), names, n=1)
     hint = f" Did you mean {close[0]}?" if close else ""
-    return InputError(f"unknown {name} {got!r}: allowed are {', '.join(names)}.{hint}")
+    shown = [repr(one) if "," in one else one for one in names]
+    return InputError(f"unknown {name} {got!r}: allowed are {', '.join(shown)}.{hint}")

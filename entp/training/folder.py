@@ -14,7 +14,7 @@ from entp.config_json import FREE_TO_CHANGE, config_hash, run_from_json, run_to_
 from entp.errors import InputError
 from entp.training import checkpoint
 from entp.training.distributed import World
-from entp.training.metrics import environment, read_metrics
+from entp.training.metrics import environment
 
 
 def check_folder(run: Run, out: Path, resume: bool) -> None:
@@ -44,7 +44,7 @@ class Fork(NamedTuple):
 
     weights: dict[str, Tensor]
     trainer: dict[str, Any]
-    metrics: list[dict[str, Any]]
+    metrics: bytes
     environment: dict[str, Any]
 
 
@@ -60,12 +60,14 @@ def read_fork(run: Run, source: Path) -> Fork:
         raise InputError(f"{source} cannot be forked: {'; '.join(differences)}. Its model and optimizer have to stay.")
     weights, trainer = checkpoint.load(folder).state_dict(), checkpoint.read_trainer(folder)
     step = trainer["step"]
-    trainer = {**trainer, "best": {}, "mean": trainer.get("mean", weights)}  # its best weights are not copied
-    if not run.optim.average:
-        trainer.pop("mean")
+    trainer["best"] = {}  # its best weights are not copied
+    mean = trainer.pop("mean", weights)
+    if run.optim.average:
+        trainer["mean"] = mean
     if not run.optim.select or (old.task, old.batch_at(step)) != (run.task, run.batch_at(step)):
         trainer.pop("selection", None)  # made anew: it belongs to a batch and its targets
-    rows = [row for row in read_metrics(source) if row["step"] <= step]
+    metrics = source / "metrics.jsonl"
+    rows = metrics.read_bytes() if metrics.is_file() else b""  # resuming drops lines after the checkpoint's step
     try:
         before = json.loads((source / "environment.json").read_text())
     except (OSError, ValueError):
@@ -76,7 +78,7 @@ def read_fork(run: Run, source: Path) -> Fork:
 def write_fork(run: Run, fork: Fork, out: Path) -> None:
     """A folder that resuming goes on from; config.json, without which it is no run, is written by whoever resumes it."""
     checkpoint.save_checkpoint(out, fork.trainer["step"], fork.weights, run, fork.trainer)
-    checkpoint.write_file(out / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in fork.metrics).encode())
+    checkpoint.write_file(out / "metrics.jsonl", fork.metrics)
     checkpoint.write_file(out / "environment.json", json.dumps(fork.environment, indent=1).encode())
 
 

@@ -15,6 +15,7 @@ _HOMES = {
     "OptimConfig": "entp.config",
     "Run": "entp.config",
     "SIZES": "entp.config",
+    "StartConfig": "entp.config",
     "TrainConfig": "entp.config",
     "Transformer": "entp.model",
     "all_prefixes": "entp.engine.api",
@@ -28,6 +29,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "Run",
+    "StartConfig",
     "TrainConfig",
     "Transformer",
     "__version__",
@@ -38,7 +40,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from entp.config import SIZES, ModelConfig, OptimConfig, Run, TrainConfig
+    from entp.config import SIZES, ModelConfig, OptimConfig, Run, StartConfig, TrainConfig
     from entp.engine.api import all_prefixes
     from entp.engine.generate import generate
     from entp.errors import InputError

@@ -326,9 +326,8 @@ def _saved_run(args: list[str]) -> Run | None:
 def _defaults(cls: type[Task], saved: Run | None) -> TrainOptions[Any]:
     if saved is None or not isinstance(saved.task, cls):
         return TrainOptions(cls())
-    return TrainOptions(
-        saved.task, saved.mode, None, saved.steps, saved.batch, saved.seed, optim=saved.optim, train=saved.train
-    )
+    parts = {"optim": saved.optim, "train": saved.train, "start": saved.start}
+    return TrainOptions(saved.task, saved.mode, None, saved.steps, saved.batch, saved.seed, **parts)  # type: ignore[arg-type]
 
 
 def _open_run(folder: str, which: Literal["best", "last"], device: str, task: str | None) -> tuple[Any, Run, Any]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import types
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from entp.errors import InputError, one_of
@@ -196,6 +197,29 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class StartConfig:
+    """Steps that come first, in a mode that costs less, on a schedule of their own. Weights and optimizer go on from there."""
+
+    steps: int = 0
+    """How many of the run's steps; optim.warmup and optim.decay_steps count from their end, for these anew. 0: none."""
+    mode: Mode = "decoder"
+    """What is trained in them; evaluations measure the run's own mode."""
+    batch: int = 0
+    """Sequences per step in them. 0: as many as later."""
+    max_lr: float = 0.0
+    """Their learning rate after the warm-up, which falls to optim.min_lr at their end. 0: optim.max_lr."""
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, "start.")
+        problems = [
+            f"start.{name} is {getattr(self, name):g}: it must not be negative"
+            for name in ("steps", "batch", "max_lr")
+            if getattr(self, name) < 0
+        ]
+        _raise(problems + _choice_problems(self, "start."))
+
+
+@dataclass(frozen=True)
 class Run:
     """Everything that decides what a training run computes."""
 
@@ -215,6 +239,8 @@ class Run:
     """Optimizer and schedule."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Measuring, saving, budgets."""
+    start: StartConfig = field(default_factory=StartConfig)
+    """What comes first, if anything does."""
 
     def __post_init__(self) -> None:
         _check_numbers(self, "")
@@ -237,7 +263,8 @@ class Run:
         for name in ("vocab", "input_dim", "outputs"):
             if getattr(self.model, name) != needs.get(name):
                 problems.append(f"model.{name} is {getattr(self.model, name)} but {self.task.name} needs {needs.get(name)}")
-        if self.mode == "prefix" and self.task.prefix is None:
+        problems += self._start_problems()
+        if "prefix" in (self.mode, self.start.mode) and self.task.prefix is None:
             problems.append(f"mode prefix needs a task with a prefix, and {self.task.name} has none: use entp or decoder")
         metrics = (*self.task.metrics, "loss")
         if self.goal not in metrics:
@@ -246,8 +273,36 @@ class Run:
             )
         _raise(problems)
 
+    def _start_problems(self) -> list[str]:
+        start, optim, problems = self.start, self.optim, []
+        if not start.steps:
+            if start != StartConfig():
+                problems.append("start.steps is 0, but other options of start are given: say how many steps come first")
+            return problems
+        if start.steps <= optim.warmup:
+            problems.append(f"start.steps {start.steps} must be above optim.warmup {optim.warmup}, which is part of them")
+        if 0 < start.max_lr < optim.min_lr:
+            problems.append(f"optim.min_lr {optim.min_lr:g} is above start.max_lr {start.max_lr:g}: swapped?")
+        if optim.decay == "seconds":
+            problems.append("start.steps needs optim.decay steps: by the clock there is one schedule")
+        return problems
+
+    def at(self, step: int) -> Run:
+        """What this step is a step of: the start, or this run itself."""
+        return self.beginning if step < self.start.steps else self
+
+    @cached_property
+    def beginning(self) -> Run:
+        """The start as a run of its own."""
+        start, none = self.start, StartConfig()
+        rate = start.max_lr or self.optim.max_lr
+        optim = replace(self.optim, max_lr=rate, decay_steps=start.steps, select=False, late_batch=0, late_at=0)
+        return replace(self, mode=start.mode, steps=start.steps, batch=start.batch or self.batch, optim=optim, start=none)
+
     def batch_at(self, step: int) -> int:
         """Sequences in this training step."""
+        if step < self.start.steps:
+            return self.beginning.batch
         return self.optim.late_batch if self.optim.late_batch and step >= self.optim.late_at else self.batch
 
     @property

@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from entp.config import ModelConfig, OptimConfig, Run, TrainConfig
+from entp.config import ModelConfig, OptimConfig, Run, StartConfig, TrainConfig
 from entp.errors import InputError
 from entp.tasks.base import TASKS, task_class, task_name
 
@@ -39,8 +39,8 @@ def run_from_json(data: Any, where: str = "config") -> Run:
     if name not in TASKS and name.partition(":")[0] not in sys.modules:
         raise InputError(f"{where} uses the task {name}, which is not built in: import it first (command line: --task {name}).")
     cls = task_class(name)
-    parts = {"task": cls, "model": ModelConfig, "optim": OptimConfig, "train": TrainConfig}
-    values = {"task": fields, **{name: data.pop(name, {}) for name in ("model", "optim", "train")}}
+    parts = {"task": cls, "model": ModelConfig, "optim": OptimConfig, "train": TrainConfig, "start": StartConfig}
+    values = {"task": fields, **{name: data.pop(name, {}) for name in parts if name != "task"}}
     values["optim"] = _without_gone(values["optim"])
     built: dict[str, Any] = {}
     for name, kind in parts.items():

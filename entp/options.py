@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from entp.bench.shapes import CONTENDERS, named_shapes, split_list
-from entp.config import SIZES, Impl, Mode, OptimConfig, Run, TrainConfig, model_for
+from entp.config import SIZES, Impl, Mode, OptimConfig, Run, StartConfig, TrainConfig, model_for
 from entp.errors import InputError
 from entp.tasks.base import Split, Task
 
@@ -69,6 +69,8 @@ class TrainOptions(Generic[TaskType]):
     """Optimizer and schedule."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Measuring, saving, budgets."""
+    start: StartConfig = field(default_factory=StartConfig)
+    """Steps in another mode that come first, such as those of a decoder, which cost less."""
 
     def run(self, saved: Run | None) -> Run:
         """The run these options ask for."""
@@ -77,7 +79,7 @@ class TrainOptions(Generic[TaskType]):
         else:
             sized: dict[str, Any] = dict(SIZES[self.size]) if self.size else {}
             model = dataclasses.replace(saved.model, **self.task.model_needs(), **{**sized, **self.model.changes()})
-        return Run(self.task, model, self.mode, self.steps, self.batch, self.seed, self.optim, self.train)
+        return Run(self.task, model, self.mode, self.steps, self.batch, self.seed, self.optim, self.train, self.start)
 
 
 @dataclass(frozen=True)

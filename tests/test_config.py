@@ -279,6 +279,8 @@ OTHER_VALUES = {
     "train.graph": False,
     "train.compile": True,
     "train.mirror": "wandb",
+    "start.steps": 600,
+    "start.mode": "prefix",
 }
 """Another allowed value of each field to which 1 cannot be added."""
 TOGETHER = {
@@ -288,6 +290,9 @@ TOGETHER = {
     "optim.whiten": [("optim.name", "muon")],
     "optim.late_batch": [("optim.late_at", 5)],
     "optim.late_at": [("optim.late_batch", 2)],
+    "start.mode": [("start.steps", 600)],
+    "start.batch": [("start.steps", 600)],
+    "start.max_lr": [("start.steps", 600)],
 }
 FIXED_BY_THE_TASK = {"model.vocab", "model.input_dim", "model.outputs"}
 

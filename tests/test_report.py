@@ -109,7 +109,7 @@ def test_what_is_not_a_file_of_results_is_a_sentence(content: str | None, told: 
 def test_the_picture_has_a_panel_for_each_file_that_is_there(tmp_path: Path) -> None:
     """Real tiny runs, and the recorded speeds; the axes are read back from the figure's own text."""
     args = ("--tiny", "--device=cpu")
-    for name, only in (("count3", "ENTP medium, fast"), ("count3-depth", "ENTP, 2 layers, 16 integers")):
+    for name, only in (("count3", "ENTP medium, decoder first"), ("count3-depth", "ENTP, 2 layers, 16 integers")):
         done = entp("reproduce", name, *args, f"--only={only}", f"--record={name}.json", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     picture = tmp_path / "all.svg"

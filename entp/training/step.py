@@ -75,8 +75,11 @@ class State:
 
 
 def rate_of(run: Run, state: State) -> float:
-    """The learning rate of the step that comes next."""
-    return learning_rate(run.optim, state.step, state.seconds / (run.train.max_seconds or math.inf))
+    """The learning rate of the step that comes next; a start has a schedule of its own."""
+    now, since = run.at(state.step), state.step
+    if now is run:
+        since -= run.start.steps
+    return learning_rate(now.optim, since, state.seconds / (run.train.max_seconds or math.inf))
 
 
 class Inputs(NamedTuple):
@@ -113,12 +116,19 @@ def train_step(
     In mode entp the prefixes are split by the token budget; the gradients of the parts add up to the same gradient.
     """
     _prepare(run, state, batch, device, world)
-    return _update(run, state, _inputs(run, state, batch, device, world), world, stop)
+    now = run.at(state.step)
+    return _update(now, state, _inputs(now, state, batch, device, world), world, stop)
 
 
 def _prepare(run: Run, state: State, batch: Batch, device: torch.device, world: World) -> None:
-    """What changes between steps: in the optimizers, and in which predictions are chosen."""
+    """What changes between steps: in the optimizers, in which predictions are chosen, and where a start ends.
+
+    A start ends with the mean of its weights, if there is one.
+    """
     set_learning_rate(state.optimizers, rate_of(run, state))
+    if state.mean is not None and state.step == run.start.steps > 0:
+        state.model.load_state_dict(state.mean.state_dict())
+    run = run.at(state.step)
     renew_whiteners(state.optimizers, run.optim, state.step)
     other = state.selection is not None and state.selection.batch != len(batch.x)
     if run.optim.select and (state.step % RENEW == 0 or other):
@@ -240,17 +250,19 @@ class Stepper:
         self.run, self.state, self.device, self.world = run, state, device, world
         self.seen: Counter[bytes] = Counter()
         self.graphs: dict[bytes, _Recorded] = {}
+        self.now = run.at(state.step)
         self.selection: Selection | None = None
-        """The choice of predictions that the graphs belong to."""
+        """The choice of predictions that the graphs belong to, as they belong to `now`, the start or the run."""
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Batch, stop: bool = False) -> tuple[Tensor, Tensor, bool]:
         """As train_step. On CUDA the loss and norm returned are overwritten by the next step."""
-        if self.stream is None or not self._can_record(batch):
+        now = self.run.at(self.state.step)
+        if self.stream is None or not self._can_record(now, batch):
             return train_step(self.run, self.state, batch, self.device, self.world, stop)
         _prepare(self.run, self.state, batch, self.device, self.world)
-        if self.selection is not self.state.selection:  # the old graphs' memory goes back
-            self.selection = self.state.selection
+        if self.selection is not self.state.selection or self.now is not now:  # the old graphs' memory goes back
+            self.selection, self.now = self.state.selection, now
             self.graphs.clear()
             self.seen.clear()
         key = hashlib.blake2b(repr(batch.x.shape).encode() + (batch.y != IGNORE).tobytes()).digest()
@@ -261,33 +273,35 @@ class Stepper:
             if self.seen[key] <= EAGER_STEPS or len(self.graphs) >= MOST_GRAPHS:
                 return self._eager(batch, stop)
             inputs = self._to_device(batch)
-            inputs.tables.extend(_tables(self.run, inputs))
-            self.graphs[key] = _Recorded(self.run, self.state, inputs, self.world, self.stream)
-        return *self.graphs[key].replay(self.run, self.state, batch), stop
+            inputs.tables.extend(_tables(now, inputs))
+            self.graphs[key] = _Recorded(now, self.state, inputs, self.world, self.stream)
+        return *self.graphs[key].replay(now, self.state, batch), stop
 
-    def warm_up(self, batch: Batch) -> None:
-        """Have everything compiled and tuned that a step needs on CUDA, without changing anything: its gradients, unused."""
+    def warm_up(self) -> None:
+        """Have everything compiled and tuned that steps need on CUDA, without changing anything: their gradients, unused."""
         if self.stream is not None:
-            _gradients(self.run, self.state.model, self._to_device(batch))
+            for step in {self.state.step, max(self.state.step, self.run.start.steps)}:
+                now = self.run.at(step)
+                batch = now.task.batch(now.seed, "train", step, self.run.batch_at(step))
+                _gradients(now, self.state.model, _inputs(now, self.state, batch, self.device, self.world))
             torch.cuda.synchronize(self.device)
 
-    def _can_record(self, batch: Batch) -> bool:
+    def _can_record(self, run: Run, batch: Batch) -> bool:
         """One process, no padding, and an engine that does not wait for the device."""
-        run = self.run
         if not run.train.graph or self.world.size > 1 or batch.lengths is not None:
             return False
         with rounding(run, self.device):
             return run.mode != "entp" or choose(run.train.impl, self.device, self.state.model).impl == "triton"
 
     def _to_device(self, batch: Batch) -> Inputs:
-        return _inputs(self.run, self.state, batch, self.device, self.world)
+        return _inputs(self.now, self.state, batch, self.device, self.world)
 
     def _eager(self, batch: Batch, stop: bool) -> tuple[Tensor, Tensor, bool]:
         """A step on the stream that recording will use."""
         assert self.stream is not None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            result = _update(self.run, self.state, self._to_device(batch), self.world, stop)
+            result = _update(self.now, self.state, self._to_device(batch), self.world, stop)
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         return result
 

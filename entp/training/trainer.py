@@ -65,7 +65,7 @@ def train(
     if resume and fork is not None:
         raise InputError(f"resume continues {out}, fork begins it with a copy of {fork}: give one of them.")
     with join(device) as (world, where):
-        fewest = min(run.batch, run.batch_at(run.steps))
+        fewest = min(run.batch, run.batch_at(0), run.batch_at(run.steps))
         if fewest < world.size:
             raise InputError(f"batch {fewest} is smaller than the {world.size} processes: raise --batch.")
         if run.optim.decay == "seconds" and world.size > 1:
@@ -108,7 +108,8 @@ def _train(run: Run, out: Path, device: torch.device, world: World, resume: bool
         for block in state.model.blocks:
             block.finish = torch.compile(block.finish)  # type: ignore[assignment,arg-type]
     metrics = MetricsFile(out, run, state.step) if world.first else None
-    progress = Progress(f"{run.task.name} {run.mode}", run.steps, state.step, not quiet)
+    mode = f"{run.start.mode}, then {run.mode}" if run.start.steps else run.mode
+    progress = Progress(f"{run.task.name} {mode}", run.steps, state.step, not quiet)
     try:
         with StopSignals() as signals:
             loop = Loop(run, out, state, device, world, signals, metrics, progress)
@@ -150,8 +151,7 @@ class Loop:
         run, state, every = self.run, self.state, self.run.train
         late = self.late(state.seconds)
         if not late and state.step < run.steps:
-            first = run.task.batch(run.seed, "train", state.step, run.batch_at(state.step))
-            self.step.warm_up(first)  # no part of the training's time
+            self.step.warm_up()  # no part of the training's time
         reason, mark = "", time.perf_counter()
         for batch in () if late else _batches(run, state.step, self.device):
             late = self.late(state.seconds + time.perf_counter() - mark)
@@ -225,8 +225,8 @@ class Loop:
 
 def _batches(run: Run, start: int, device: torch.device) -> Iterator[Batch]:
     """The batches of steps start, start + 1, ..., made ahead of them."""
-    change = max(start, min(run.optim.late_at, run.steps)) if run.optim.late_batch else run.steps
-    for steps in (range(start, change), range(change, run.steps)):
+    changes = sorted(min(max(start, step), run.steps) for step in (0, run.start.steps, run.optim.late_at, run.steps))
+    for steps in map(range, changes, changes[1:]):
         if steps:
             size = run.batch_at(steps[0])
             processes = processes_for(run.task, run.seed, size) if device.type == "cuda" else 0

@@ -139,7 +139,7 @@ def test_arms_side_by_side_are_the_arms_one_by_one(tmp_path: Path) -> None:
 
 def test_several_seeds_and_what_they_did_on_fresh_sequences(tmp_path: Path) -> None:
     recipe = find_recipe("count3").tiny()
-    label = "ENTP medium, fast"
+    label = "ENTP medium, decoder first"
     arm = reproduce(recipe, tmp_path, device="cpu", only=label)["arms"][label]
     assert arm["seeds"] == [0, 1, 2]
     finals = [run["final"] for run in arm["runs"]]
@@ -158,14 +158,14 @@ def test_several_seeds_and_what_they_did_on_fresh_sequences(tmp_path: Path) -> N
 
 def test_one_seed_of_several(tmp_path: Path) -> None:
     """One machine per seed: a record that holds one seed says which are not run, and the rest can be added."""
-    words = ("reproduce", "count3", "--tiny", "--device=cpu", "--record=all.json", "--only=ENTP medium, fast")
+    words = ("reproduce", "count3", "--tiny", "--device=cpu", "--record=all.json", "--only=ENTP medium, decoder first")
     one = entp(*words, "--seed=1", "--out=one", cwd=tmp_path)
-    assert (one.returncode, "[1/1] ENTP medium, fast, seed 1" in one.stderr) == (0, True), one.stderr
-    found = json.loads((tmp_path / "all.json").read_text())["arms"]["ENTP medium, fast"]
+    assert (one.returncode, "[1/1] ENTP medium, decoder first, seed 1" in one.stderr) == (0, True), one.stderr
+    found = json.loads((tmp_path / "all.json").read_text())["arms"]["ENTP medium, decoder first"]
     assert (found["seeds"], found["status"]) == ([1], "done, 2 seeds not run")
     both = entp(*words, "--seed=2", "--out=two", cwd=tmp_path)
     assert both.returncode == 0, both.stderr
-    assert json.loads((tmp_path / "all.json").read_text())["arms"]["ENTP medium, fast"]["seeds"] == [1, 2]
+    assert json.loads((tmp_path / "all.json").read_text())["arms"]["ENTP medium, decoder first"]["seeds"] == [1, 2]
     wrong = entp(*words, "--seed=7", cwd=tmp_path)
     assert (wrong.returncode, "seed" in wrong.stderr, "0, 1, 2" in wrong.stderr) == (2, True, True), wrong.stderr
 
@@ -197,8 +197,17 @@ def test_fast_arms_differ_from_the_papers_in_optimizer_and_schedule_only() -> No
     runs = find_recipe("count3").runs
     for label in ("ENTP medium", "decoder medium", "prefix decoder medium"):
         slow, fast = runs[label], runs[f"{label}, fast"]
-        assert (fast.task, fast.model, fast.mode, fast.batch) == (slow.task, slow.model, slow.mode, slow.batch)
+        assert (fast.task, fast.model, fast.mode) == (slow.task, slow.model, slow.mode)
         assert fast.optim.max_lr == FAST_RATES[fast.mode]
+
+
+def test_the_decoder_that_comes_first_is_trained_as_the_fast_one() -> None:
+    runs = find_recipe("count3").runs
+    first, fast, entp = (runs[label] for label in ("ENTP medium, decoder first", "decoder medium, fast", "ENTP medium"))
+    assert (first.task, first.model, first.mode) == (entp.task, entp.model, entp.mode)
+    start = first.at(0)
+    assert (start.mode, start.batch, start.optim.max_lr) == (fast.mode, fast.batch, fast.optim.max_lr)
+    assert (start.optim.name, start.optim.whiten) == (fast.optim.name, fast.optim.whiten)
 
 
 def test_every_mode_is_tried_with_the_same_rates_for_the_same_time() -> None:
@@ -276,7 +285,7 @@ def test_a_record_that_is_something_else_is_left_alone(content: str, told: str, 
 
 def test_what_is_done_is_recorded_before_the_next_begins(tmp_path: Path) -> None:
     """Killed in the second of three seeds: the first stands in the record, and is not trained again."""
-    words = ("reproduce", "count3", "--tiny", "--device=cpu", "--record=all.json", "--only=ENTP medium, fast")
+    words = ("reproduce", "count3", "--tiny", "--device=cpu", "--record=all.json", "--only=ENTP medium, decoder first")
     process = start_entp(*words, cwd=tmp_path)
     assert process.stderr is not None
     for line in process.stderr:
@@ -284,10 +293,10 @@ def test_what_is_done_is_recorded_before_the_next_begins(tmp_path: Path) -> None
             process.kill()
             break
     process.communicate()
-    found = json.loads((tmp_path / "all.json").read_text())["arms"]["ENTP medium, fast"]
+    found = json.loads((tmp_path / "all.json").read_text())["arms"]["ENTP medium, decoder first"]
     assert [run["seed"] for run in found["runs"]] == [0]
     assert found["runs"][0]["final"]["n"] == 64
     again = entp(*words, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
-    assert "[1/2] ENTP medium, fast, seed 1" in again.stderr
-    assert json.loads((tmp_path / "all.json").read_text())["arms"]["ENTP medium, fast"]["seeds"] == [0, 1, 2]
+    assert "[1/2] ENTP medium, decoder first, seed 1" in again.stderr
+    assert json.loads((tmp_path / "all.json").read_text())["arms"]["ENTP medium, decoder first"]["seeds"] == [0, 1, 2]

@@ -1,0 +1,180 @@
+"""Steps in another mode that come first: a decoder's, then ENTP's, with the same weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_runs import FLAGS, small_run
+from small_runs import entp as command
+
+import entp
+from entp.config import OptimConfig, Run, StartConfig, TrainConfig, model_for
+from entp.errors import InputError
+from entp.tasks.counting import Count3, Match3
+from entp.training import checkpoint, selection, step
+from entp.training.distributed import World
+from entp.training.evaluation import evaluate
+from entp.training.metrics import read_metrics
+from entp.training.step import Stepper, rate_of
+from entp.training.trainer import _batches, new_state
+
+CPU = torch.device("cpu")
+FIRST = StartConfig(steps=6, batch=12, max_lr=5e-3)
+CONSTANT = {"max_lr": 3e-3, "min_lr": 3e-3, "warmup": 0}
+
+
+def started(**changes: Any) -> Run:
+    """Ten steps: six of a decoder, with 12 sequences each, then four of ENTP, with 8."""
+    return small_run(start=changes.pop("start", FIRST), **changes)
+
+
+def trained(run: Run, out: Path, **options: Any) -> dict[str, torch.Tensor]:
+    entp.train(run, out, device="cpu", quiet=True, **options)
+    return entp.load(out, "last").state_dict()
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("since", [0, 3, 6, 8])
+def test_every_step_gets_its_batch(since: int) -> None:
+    run = started()
+    found = list(_batches(run, since, CPU))
+    assert [len(batch.x) for batch in found] == [12 if number < 6 else 8 for number in range(since, 10)]
+    for number, batch in enumerate(found, since):
+        assert np.array_equal(batch.x, run.task.batch(run.seed, "train", number, len(batch.x)).x)
+
+
+def test_each_part_has_a_schedule_of_its_own() -> None:
+    run = started(optim={"max_lr": 1e-3, "min_lr": 1e-4, "warmup": 2, "decay_steps": 4, "shape": "linear"})
+    state = new_state(run, CPU)
+    rates = []
+    for state.step in range(12):
+        rates.append(rate_of(run, state))
+    assert rates[:6] == pytest.approx([2.5e-3, 5e-3, 5e-3, 3.775e-3, 2.55e-3, 1.325e-3])  # to 1e-4 at step 6
+    assert rates[6:] == pytest.approx([5e-4, 1e-3, 1e-3, 5.5e-4, 1e-4, 1e-4])
+
+
+def test_the_same_rate_and_batch_if_nothing_else_is_said() -> None:
+    run = started(start=StartConfig(steps=6))
+    assert (run.at(5).mode, run.at(5).batch, run.at(5).optim.max_lr) == ("decoder", 8, 3e-3)
+    assert run.at(6) is run
+    assert small_run().at(0) == small_run()
+
+
+@pytest.mark.parametrize("changes", [{}, {"name": "muon", "whiten": 2}], ids=["adamw", "whitened muon"])
+def test_it_is_a_decoder_and_then_its_fork(changes: dict[str, Any], tmp_path: Path) -> None:
+    optim = {**CONSTANT, **changes}
+    whole = trained(started(optim=optim, start=StartConfig(steps=6)), tmp_path / "whole")
+    first = trained(small_run(mode="decoder", steps=6, optim=optim), tmp_path / "decoder")
+    stopped = trained(started(optim=optim, start=StartConfig(steps=6), steps=6), tmp_path / "stopped")
+    assert same(first, stopped)
+    assert same(whole, trained(small_run(optim=optim), tmp_path / "fork", fork=tmp_path / "decoder"))
+    assert not same(whole, trained(small_run(mode="decoder", optim=optim), tmp_path / "decoder to the end"))
+
+
+def test_it_ends_with_the_mean_of_its_weights(tmp_path: Path) -> None:
+    run = started(optim={"average": 3})
+    trained(replace(run, steps=6), tmp_path / "run")
+    mean = checkpoint.read_trainer(tmp_path / "run/checkpoints/step-00000006")["mean"]
+    assert not same(mean, entp.load(tmp_path / "run", "last").state_dict())
+    state = new_state(run, CPU)
+    state.restore(tmp_path / "run/checkpoints/step-00000006")
+    step._prepare(run, state, run.task.batch(0, "train", 6, 8), CPU, World())
+    assert same(mean, state.model.state_dict())
+
+
+@pytest.mark.parametrize("average", [0, 3])
+@pytest.mark.parametrize("stops", [(5,), (6,), (7,), (3, 8)])
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, stops: tuple[int, ...], average: int) -> None:
+    run = started(optim={"average": average})
+    whole = trained(run, tmp_path / "whole")
+    for n, steps in enumerate((*stops, 10)):
+        parts = trained(replace(run, steps=steps), tmp_path / "parts", resume=n > 0)
+    assert same(whole, parts)
+
+
+def test_predictions_are_chosen_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "PAYS_BELOW", 100.0)
+    monkeypatch.setattr(step, "RENEW", 4)
+    trained(started(optim={"select": True}), tmp_path / "run")
+    assert "selection" not in checkpoint.read_trainer(tmp_path / "run/checkpoints/step-00000005")
+    assert checkpoint.read_trainer(tmp_path / "run/checkpoints/step-00000010")["selection"]["batch"] == 8
+
+
+def test_evaluations_measure_the_runs_own_mode(tmp_path: Path) -> None:
+    trained(started(steps=5), tmp_path / "run")
+    trained(small_run(mode="decoder", steps=5, batch=12, optim={"max_lr": 5e-3, "decay_steps": 6}), tmp_path / "decoder")
+    run, decoder = (read_metrics(tmp_path / name) for name in ("run", "decoder"))
+    losses = [[r["loss"] for r in rows if r["kind"] == "train"] for rows in (run, decoder)]
+    assert losses[0] == losses[1]
+    loss = evaluate(entp.load(tmp_path / "run", "last"), small_run(), split="valid", batches=2)["loss"]
+    assert [r["loss"] for r in run if r["kind"] == "eval"] == [pytest.approx(loss)]
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "negative": ({"start": {"steps": -1}}, r"start\.steps is -1: it must not be negative"),
+    "mode without steps": ({"start": {"mode": "prefix"}}, r"start\.steps is 0, but other options of start are given"),
+    "no steps": ({"start": {"batch": 4}}, r"start\.steps is 0, but other options of start are given"),
+    "mode": ({"start": {"steps": 9, "mode": "encoder"}}, r"unknown start\.mode 'encoder': allowed are entp, decoder, prefix"),
+    "warm-up": ({"start": {"steps": 3}}, r"start\.steps 3 must be above optim\.warmup 3"),
+    "rates": ({"start": {"steps": 9, "max_lr": 1e-5}}, r"optim\.min_lr 0\.0003 is above start\.max_lr 1e-05"),
+    "clock": (
+        {"start": {"steps": 9}, "optim": {"decay": "seconds"}, "train": {"max_seconds": 3.0}},
+        r"start\.steps needs optim\.decay steps",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "says"), WRONG.values(), ids=WRONG.keys())
+def test_what_cannot_be(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        small_run(**{**changes, "start": StartConfig(**changes["start"])})
+
+
+def test_a_prefix_first_needs_one() -> None:
+    with pytest.raises(InputError, match="mode prefix needs a task with a prefix, and match3 has none"):
+        Run(Match3(), model_for(Match3()), start=StartConfig(steps=600, mode="prefix"))
+
+
+def test_on_the_command_line(tmp_path: Path) -> None:
+    options = [*FLAGS, "--steps=8", "--batch=4", "--optim.warmup=1", "--start.steps=5", "--start.batch=6", "--out=run"]
+    done = command("train", "count3", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "count3 decoder, then entp: step 8/8" in done.stderr
+    assert checkpoint.load_run(tmp_path / "run").start == StartConfig(steps=5, batch=6)
+    done = command("train", "count3", "--resume", "--out=run", "--steps=9", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert entp.training.trainer.checkpoint.newest(tmp_path / "run").name == "step-00000009"  # type: ignore[union-attr]
+    done = command("train", "count3", *FLAGS, "--start.batch=6", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "start.steps is 0, but other options of start are given" in done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["decoder", "prefix"])
+def test_recorded_steps_change_with_the_mode(mode: Any) -> None:
+    task = Count3(seed_length=4, length=24, values=24)
+    optim = OptimConfig("muon", 2e-3, 2e-4, warmup=3, decay_steps=30, whiten=5, average=4)
+    run = Run(task, model_for(task, "small"), steps=32, batch=8, optim=optim, start=StartConfig(16, mode, 16))
+    run = replace(run, train=TrainConfig(precision="fp32"))
+    losses, graphs = [], []
+    for graph in (True, False):
+        state = new_state(run, torch.device("cuda"))
+        now = replace(run, train=replace(run.train, graph=graph))
+        stepper = Stepper(now, state, torch.device("cuda"), World())
+        stepper.warm_up()
+        for number in range(32):
+            batch = task.batch(0, "train", number, run.batch_at(number))
+            losses.append(float(stepper(batch)[0]))
+            graphs.append(len(stepper.graphs))
+            state.step += 1
+    assert graphs[15] == graphs[31] == 1
+    assert graphs[16] == 0
+    assert losses[:32] == pytest.approx(losses[32:], rel=1e-4)

@@ -44,7 +44,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _fast(count3: dict[str, Any]) -> list[dict[str, Any]]:
     """Runs of medium models with settings of our own, all with a clock of their own."""
-    arms = (arm for label, arm in count3["arms"].items() if label.endswith(", fast"))
+    arms = (arm for label, arm in count3["arms"].items() if label.endswith((", fast", ", decoder first")))
     return [run for arm in arms for run in arm.get("runs", [])]
 
 
@@ -58,10 +58,12 @@ def _learning(panel: Any, count3: dict[str, Any], loop: float | None) -> None:
     """Sequences right against minutes; the authors' curve at the time that their loop takes on the same device."""
     seen: set[str] = set()
     for run in _fast(count3):
-        mode = run["settings"]["mode"]
+        mode, first = run["settings"]["mode"], run["settings"].get("start", {}).get("steps", 0) > 0
+        name = f"{NAMES[mode]}, here" + ", a decoder first" * first
         minutes, right = zip(*((r["seconds"] / 60, r["sequence_accuracy"]) for r in run["curve"]), strict=True)
-        panel.plot(minutes, right, color=COLOURS[mode], linewidth=1.5, label=None if mode in seen else f"{NAMES[mode]}, here")
-        seen.add(mode)
+        style = {"color": COLOURS[mode], "linewidth": 1.5, "linestyle": "--" if first else "-"}
+        panel.plot(minutes, right, label=None if name in seen else name, **style)
+        seen.add(name)
     if loop is not None:
         minutes, right = zip(*((step * loop / 60, v) for step, v in COUNT3["ENTP medium"]["sequence_accuracy"]), strict=True)
         told = f"ENTP, the authors' run\nat the loop's {loop:.2f} s a step"

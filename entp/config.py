@@ -19,6 +19,7 @@ from entp.errors import InputError, one_of
 from entp.tasks.base import Task
 
 Mode = Literal["entp", "decoder", "prefix"]
+StartMode = Literal["entp", "decoder", "prefix", "prefixes"]
 Impl = Literal["auto", "reference", "packed", "triton"]
 MODES: tuple[str, ...] = get_args(Mode)
 IMPLS: tuple[str, ...] = get_args(Impl)
@@ -202,8 +203,9 @@ class StartConfig:
 
     steps: int = 0
     """How many of the run's steps; optim.warmup and optim.decay_steps count from their end, for these anew. 0: none."""
-    mode: Mode = "decoder"
-    """What is trained in them; evaluations measure the run's own mode."""
+    mode: StartMode = "decoder"
+    """What is trained in them; evaluations measure the run's own mode. prefixes: a decoder at first, and ever more sequences in
+    which tokens up to a random place see each other, and what comes from there on is predicted: at the end all."""
     batch: int = 0
     """Sequences per step in them. 0: as many as later."""
     max_lr: float = 0.0
@@ -297,7 +299,13 @@ class Run:
         start, none = self.start, StartConfig()
         rate = start.max_lr or self.optim.max_lr
         optim = replace(self.optim, max_lr=rate, decay_steps=start.steps, select=False, late_batch=0, late_at=0)
-        return replace(self, mode=start.mode, steps=start.steps, batch=start.batch or self.batch, optim=optim, start=none)
+        mode: Mode = "decoder" if start.mode == "prefixes" else start.mode
+        return replace(self, mode=mode, steps=start.steps, batch=start.batch or self.batch, optim=optim, start=none)
+
+    def prefix_chance(self, step: int) -> float | None:
+        """How likely a sequence of this step has a prefix that ends at a random place; None if that cannot be."""
+        drawn = step < self.start.steps and self.start.mode == "prefixes"
+        return step / self.start.steps if drawn else None
 
     def batch_at(self, step: int) -> int:
         """Sequences in this training step."""

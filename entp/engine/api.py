@@ -117,18 +117,21 @@ def causal_hidden(
 ) -> Tensor:
     """The last block's output (B, T, D) in mode decoder or prefix: by torch, or by the kernels; `auto` as in mode entp."""
     free = prefix if mode == "prefix" else 0
-    takes = lengths is None and isinstance(free, int) and (mode == "decoder" or free >= 1)
+    if isinstance(free, Tensor):
+        takes = lengths is None and free.shape == x.shape[:1] and free.device == x.device
+    else:
+        takes = lengths is None and free is not None and (mode == "decoder" or free >= 1)
     if impl == "triton" and not takes:
         choose(impl, x.device, model)  # works or says why not
         raise InputError(
-            f"impl 'triton' in mode {mode} takes no padding, and in mode prefix one number from 1 on for all sequences "
-            f"(got {prefix}): use impl='auto' for anything else."
+            f"impl 'triton' in mode {mode} takes no padding, and in mode prefix one number from 1 on, or a tensor with one for "
+            f"each sequence, on their device (got {prefix}): use impl='auto' for anything else."
         )
     if choose(impl, x.device, model).impl != "triton" or not takes:
         return model.hidden(x, mode, lengths=lengths, prefix=prefix)
     from entp.engine.triton import stack
 
-    assert isinstance(free, int)
+    assert free is not None
     return stack.causal_hidden(model, x, free)
 
 

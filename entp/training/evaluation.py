@@ -22,15 +22,21 @@ def rounding(run: Run, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=half)
 
 
-def forward(model: Transformer, run: Run, x: Tensor, at: Tensor, lengths: Tensor | None) -> Tensor:
-    """Outputs (number of True in at, outputs) of the run's mode, in bf16 autocast where the run asks for it."""
+def forward(
+    model: Transformer, run: Run, x: Tensor, at: Tensor, lengths: Tensor | None, prefix: Tensor | None = None
+) -> Tensor:
+    """Outputs (number of True in at, outputs) of the run's mode, in bf16 autocast where the run asks for it.
+
+    prefix: (B,) for mode prefix instead, with one for each sequence.
+    """
+    mode = run.mode if prefix is None else "prefix"
     with rounding(run, x.device):
         return model(
             x,
-            run.mode,
+            mode,
             at=at,
             lengths=lengths,
-            prefix=run.task.prefix if run.mode == "prefix" else None,
+            prefix=run.task.prefix if mode == "prefix" and prefix is None else prefix,
             impl=run.train.impl,
             token_budget=run.train.token_budget,
         )

@@ -26,6 +26,7 @@ from entp.training import checkpoint
 from entp.training.distributed import World, add_up_gradients
 from entp.training.evaluation import forward, loss_rows, loss_sum, rounding
 from entp.training.optim import learning_rate, renew_whiteners, restore_optimizer, save_optimizer, set_learning_rate
+from entp.training.prefixes import Drawn, draw_prefixes
 from entp.training.selection import RENEW, Chosen, Selection, chances, chosen, draw, errors, places_of, renewed, starts
 
 EAGER_STEPS = 3
@@ -96,6 +97,8 @@ class Inputs(NamedTuple):
     """What the engine looks up for the parts, held for as long as a recorded step may read it."""
     chosen: Chosen | None = None
     """Which predictions get gradients, if not all."""
+    drawn: Drawn | None = None
+    """The sequences' prefixes, if they are drawn."""
 
 
 class Work(NamedTuple):
@@ -105,6 +108,7 @@ class Work(NamedTuple):
     y: Tensor
     lengths: Tensor | None
     weights: Tensor | None
+    """Of each sequence, or of each of its predictions."""
     parts: list[Tensor]
 
 
@@ -116,8 +120,7 @@ def train_step(
     In mode entp the prefixes are split by the token budget; the gradients of the parts add up to the same gradient.
     """
     _prepare(run, state, batch, device, world)
-    now = run.at(state.step)
-    return _update(now, state, _inputs(now, state, batch, device, world), world, stop)
+    return _update(run.at(state.step), state, _inputs(run, state, batch, device, world), world, stop)
 
 
 def _prepare(run: Run, state: State, batch: Batch, device: torch.device, world: World) -> None:
@@ -128,10 +131,9 @@ def _prepare(run: Run, state: State, batch: Batch, device: torch.device, world: 
     set_learning_rate(state.optimizers, rate_of(run, state))
     if state.mean is not None and state.step == run.start.steps > 0:
         state.model.load_state_dict(state.mean.state_dict())
-    run = run.at(state.step)
     renew_whiteners(state.optimizers, run.optim, state.step)
     other = state.selection is not None and state.selection.batch != len(batch.x)
-    if run.optim.select and (state.step % RENEW == 0 or other):
+    if run.at(state.step).optim.select and (state.step % RENEW == 0 or other):
         places, found = places_of(batch, run.task), None
         if state.selection is None:
             inputs = _inputs(run, state, batch, device, world)
@@ -139,10 +141,13 @@ def _prepare(run: Run, state: State, batch: Batch, device: torch.device, world: 
         state.selection = renewed(state.selection, found, places, len(batch.x))
 
 
-def _inputs(run: Run, state: State, batch: Batch, device: torch.device, world: World) -> Inputs:
-    model = state.model
+def _inputs(run: Run, state: State, batch: Batch, device: torch.device, world: World, step: int | None = None) -> Inputs:
+    """What a step needs; step: another than the one that comes next."""
+    step = state.step if step is None else step
+    model, chance = state.model, run.prefix_chance(step)
     asked = int((batch.y != IGNORE).sum())
-    batch = batch.part(world.rank, world.size)
+    drawn = None if chance is None else draw_prefixes(run, step, batch, chance).part(world.rank, world.size).to(device)
+    batch, run = batch.part(world.rank, world.size), run.at(step)
     at = torch.from_numpy(batch.y != IGNORE)
     budget = run.train.token_budget or step_token_budget(model, device, sum(rows_of(at)))
     parts = list(split(at, budget)) if run.mode == "entp" else [at]
@@ -151,9 +156,9 @@ def _inputs(run: Run, state: State, batch: Batch, device: torch.device, world: W
     picked = None
     if state.selection is not None:
         places_of(batch, run.task)  # it must ask for the same predictions
-        start = starts(run, state.step, len(state.selection.places))
+        start = starts(run, step, len(state.selection.places))
         picked = chosen(state.selection, start, budget, device)
-    return Inputs(x, y, lengths, parts, asked, [], picked)
+    return Inputs(x, y, lengths, parts, asked, [], picked, drawn)
 
 
 def _tables(run: Run, inputs: Inputs) -> list[object]:
@@ -189,13 +194,16 @@ def _gradients(run: Run, model: Transformer, inputs: Inputs) -> tuple[Tensor, di
     total = torch.zeros((), device=inputs.x.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     sums: list[Tensor | None] = [None] * len(parameters)
-    work = Work(inputs.x, inputs.y, inputs.lengths, None, inputs.parts)
+    prefix, weights = (None, None) if inputs.drawn is None else inputs.drawn
+    work = Work(inputs.x, inputs.y, inputs.lengths, weights, inputs.parts)
     if inputs.chosen is not None:
         work, estimate = _choose(run, model, inputs, inputs.chosen)
     for part in work.parts:
-        outputs = forward(model, run, work.x, part, work.lengths)
+        outputs = forward(model, run, work.x, part, work.lengths, prefix)
         at = positions_of(part, work.y.device)
-        weights = None if work.weights is None else work.weights.index_select(0, at // part.shape[1])
+        weights = work.weights
+        if weights is not None:
+            weights = weights.flatten().index_select(0, at if weights.ndim == 2 else at // part.shape[1])
         loss = loss_sum(run.task, outputs, work.y.flatten().index_select(0, at), weights) / inputs.asked
         sums = _added(sums, torch.autograd.grad(loss, parameters, allow_unused=True))
         total += loss.detach()
@@ -275,15 +283,15 @@ class Stepper:
             inputs = self._to_device(batch)
             inputs.tables.extend(_tables(now, inputs))
             self.graphs[key] = _Recorded(now, self.state, inputs, self.world, self.stream)
-        return *self.graphs[key].replay(now, self.state, batch), stop
+        return *self.graphs[key].replay(self.run, self.state, batch), stop
 
     def warm_up(self) -> None:
         """Have everything compiled and tuned that steps need on CUDA, without changing anything: their gradients, unused."""
         if self.stream is not None:
             for step in {self.state.step, max(self.state.step, self.run.start.steps)}:
-                now = self.run.at(step)
-                batch = now.task.batch(now.seed, "train", step, self.run.batch_at(step))
-                _gradients(now, self.state.model, _inputs(now, self.state, batch, self.device, self.world))
+                batch = self.run.task.batch(self.run.seed, "train", step, self.run.batch_at(step))
+                inputs = _inputs(self.run, self.state, batch, self.device, self.world, step)
+                _gradients(self.run.at(step), self.state.model, inputs)
             torch.cuda.synchronize(self.device)
 
     def _can_record(self, run: Run, batch: Batch) -> bool:
@@ -294,7 +302,7 @@ class Stepper:
             return run.mode != "entp" or choose(run.train.impl, self.device, self.state.model).impl == "triton"
 
     def _to_device(self, batch: Batch) -> Inputs:
-        return _inputs(self.now, self.state, batch, self.device, self.world)
+        return _inputs(self.run, self.state, batch, self.device, self.world)
 
     def _eager(self, batch: Batch, stop: bool) -> tuple[Tensor, Tensor, bool]:
         """A step on the stream that recording will use."""
@@ -316,13 +324,17 @@ class _Recorded:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, stream=stream):
             self.loss, self.norm, _ = _update(run, state, inputs, world, False)
-        self.feed = Feed([inputs.x, inputs.y] if inputs.chosen is None else [inputs.x, inputs.y, inputs.chosen.start])
+        start = [] if inputs.chosen is None else [inputs.chosen.start]
+        self.feed = Feed([inputs.x, inputs.y, *start, *(inputs.drawn or ())])
 
     def replay(self, run: Run, state: State, batch: Batch) -> tuple[Tensor, Tensor]:
         """The recorded step on this batch: its loss and the gradient's norm."""
         new = [torch.from_numpy(batch.x), torch.from_numpy(batch.y)]
         if self.inputs.chosen is not None:
             new.append(starts(run, state.step, len(self.inputs.chosen.places)))
+        chance = run.prefix_chance(state.step)
+        if chance is not None:
+            new.extend(draw_prefixes(run, state.step, batch, chance))
         self.feed(new)
         self.graph.replay()
         return self.loss, self.norm

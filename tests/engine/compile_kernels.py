@@ -34,7 +34,12 @@ def attention_kernels(half: torch.dtype, size: int) -> dict[str, int]:
     """Both whole-tile kernels in their largest tile, and the streaming ones."""
     wide = torch.float64 if half == torch.float64 else torch.float32
     fixed = {"SCALE": 0.1, "WIDE": rows.KINDS[wide], "DP": attention._padded(size), "FREE": 16}
-    base = {"qkv": POINTERS[half], "starts": "*i32", "ends": "*i32", "out": POINTERS[half], "grad": POINTERS[half]}
+    base = {
+        "qkv": POINTERS[half],
+        "out": POINTERS[half],
+        "grad": POINTERS[half],
+        **dict.fromkeys(("starts", "ends", "free"), "*i32"),
+    }
     base |= {"dqkv": POINTERS[half], **dict.fromkeys(("share", "lse", "delta"), POINTERS[wide])}
     largest, found = attention.whole(size, half), {}
     for backward, kernel in ((False, attention._attention_forward_whole), (True, attention._attention_backward_whole)):

@@ -21,7 +21,7 @@ import entp
 from entp.attention import visible
 from entp.engine import budget as budget_module
 from entp.engine import packed
-from entp.engine.layout import Packing, pack
+from entp.engine.layout import Packing, pack, whole_sequences
 from entp.errors import InputError
 
 pytest.importorskip("triton")
@@ -127,6 +127,19 @@ def test_causal_attention_with_and_without_a_prefix(lengths: tuple[int, ...], fr
     inputs = [numbers(plan.rows, 3 * 6, seed=0, size=1.5), numbers(3 * 6, seed=1)]
     want = with_gradients(plain_prefix, inputs, plan, 2, 0.6, free)
     assert worst(with_gradients(kernel_prefix, inputs, plan, 2, 0.6, free), want) < CLOSE
+
+
+@pytest.mark.parametrize("free", [(0, 1, 2), (1, 2, 5), (5, 0, 3), (9, 9, 9)], ids=str)
+@pytest.mark.parametrize("lengths", [(5, 5, 5), (1, 2, 5), (17, 18, 40), (64, 70, 130)], ids=str)
+def test_causal_attention_with_a_prefix_for_each(lengths: tuple[int, ...], free: tuple[int, ...]) -> None:
+    """Numbers below, at and beyond the lengths; the third of three alone is what it is among them."""
+    plan = whole_sequences(3, 5, torch.device(DEVICE)) if len(set(lengths)) == 1 else of_lengths(*lengths)
+    each = torch.tensor([n * max(1, plan.longest // 9) for n in free], dtype=torch.int32, device=DEVICE)
+    inputs = [numbers(plan.rows, 3 * 6, seed=0, size=1.5), numbers(3 * 6, seed=1)]
+    want = with_gradients(plain_prefix, inputs, plan, 2, 0.6, each)
+    assert worst(with_gradients(kernel_prefix, inputs, plan, 2, 0.6, each), want) < CLOSE
+    last = plain_prefix(inputs[0][-lengths[2] :], inputs[1], of_lengths(lengths[2]), 2, 0.6, int(each[2]))
+    assert worst([last], [want[0][-lengths[2] :]]) < CLOSE
 
 
 def test_causal_attention_is_the_mask_of_each_mode() -> None:
@@ -370,10 +383,11 @@ def test_the_whole_engine_equals_the_reference(config: dict[str, Any], question:
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("mode", "prefix"), [("decoder", None), ("prefix", 3), ("prefix", 20)])
-def test_a_decoder_by_the_kernels(config: dict[str, Any], mode: str, prefix: int | None) -> None:
+@pytest.mark.parametrize(("mode", "prefix"), [("decoder", None), ("prefix", 3), ("prefix", 20), ("prefix", [5, 2])])
+def test_a_decoder_by_the_kernels(config: dict[str, Any], mode: str, prefix: Any) -> None:
     """Outputs and every parameter's gradient; the mode is an argument of the same weights."""
     model = random_model(**config).to(DEVICE)
+    prefix = torch.tensor(prefix, device=DEVICE) if isinstance(prefix, list) else prefix
     x = random_inputs(model, 2, 7).to(DEVICE)
 
     def run(impl: str) -> dict[str, Tensor]:
@@ -389,7 +403,7 @@ def test_a_decoder_by_the_kernels(config: dict[str, Any], mode: str, prefix: int
 
 @pytest.mark.parametrize(
     ("mode", "options"),
-    [("prefix", {"prefix": torch.tensor([2, 3])}), ("prefix", {}), ("prefix", {"prefix": 0}), ("decoder", {"lengths": [2, 4]})],
+    [("prefix", {"prefix": torch.tensor(2)}), ("prefix", {}), ("prefix", {"prefix": 0}), ("decoder", {"lengths": [2, 4]})],
 )
 def test_what_the_kernels_do_not_take_in_other_modes_is_a_sentence(mode: str, options: dict[str, Any]) -> None:
     model = random_model().to(DEVICE)

@@ -15,11 +15,13 @@ from small_runs import entp as command
 import entp
 from entp.config import OptimConfig, Run, StartConfig, TrainConfig, model_for
 from entp.errors import InputError
+from entp.tasks.base import IGNORE
 from entp.tasks.counting import Count3, Match3
 from entp.training import checkpoint, selection, step
 from entp.training.distributed import World
 from entp.training.evaluation import evaluate
 from entp.training.metrics import read_metrics
+from entp.training.prefixes import draw_prefixes
 from entp.training.step import Stepper, rate_of
 from entp.training.trainer import _batches, new_state
 
@@ -122,7 +124,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "negative": ({"start": {"steps": -1}}, r"start\.steps is -1: it must not be negative"),
     "mode without steps": ({"start": {"mode": "prefix"}}, r"start\.steps is 0, but other options of start are given"),
     "no steps": ({"start": {"batch": 4}}, r"start\.steps is 0, but other options of start are given"),
-    "mode": ({"start": {"steps": 9, "mode": "encoder"}}, r"unknown start\.mode 'encoder': allowed are entp, decoder, prefix"),
+    "mode": (
+        {"start": {"steps": 9, "mode": "encoder"}},
+        r"unknown start\.mode 'encoder': allowed are entp, decoder, prefix, prefixes",
+    ),
     "warm-up": ({"start": {"steps": 3}}, r"start\.steps 3 must be above optim\.warmup 3"),
     "rates": ({"start": {"steps": 9, "max_lr": 1e-5}}, r"optim\.min_lr 0\.0003 is above start\.max_lr 1e-05"),
     "clock": (
@@ -157,8 +162,70 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert "start.steps is 0, but other options of start are given" in done.stderr
 
 
+def test_drawn_prefixes_end_at_every_prediction_alike() -> None:
+    run = small_run()
+    batch = run.task.batch(0, "train", 0, 4000)
+    asked = batch.y != IGNORE
+    prefix, weights = draw_prefixes(run, 7, batch, 1.0)
+    numbers, counts = np.unique(prefix.numpy() - 1, return_counts=True)
+    assert numbers.tolist() == np.flatnonzero(asked[0]).tolist()
+    assert (np.abs(counts / 4000 - 1 / len(numbers)) < 5 * np.sqrt(1 / len(numbers) / 4000)).all()
+    counted = weights.numpy() > 0
+    assert np.array_equal(counted, asked & (np.arange(asked.shape[1]) >= prefix.numpy()[:, None] - 1))
+    assert len(np.unique(weights[counted])) == 1
+    assert float(weights.sum()) == pytest.approx(asked.sum(), rel=1e-4)
+    again, other = draw_prefixes(run, 7, batch, 1.0), draw_prefixes(run, 8, batch, 1.0)
+    assert torch.equal(again.prefix, prefix)
+    assert not torch.equal(other.prefix, prefix)
+
+
+def test_the_chance_of_a_prefix_rises_to_one() -> None:
+    run = started(start=StartConfig(steps=6, mode="prefixes"))
+    assert [run.prefix_chance(n) for n in (0, 3, 6, 9)] == [0.0, 0.5, None, None]
+    assert started().prefix_chance(3) is None
+    batch = run.task.batch(0, "train", 0, 4000)
+    prefix, weights = draw_prefixes(run, 0, batch, 0.0)
+    assert torch.equal(prefix, torch.ones_like(prefix))
+    assert np.array_equal(weights.numpy(), (batch.y != IGNORE).astype(np.float32))
+    half = draw_prefixes(run, 0, batch, 0.5).prefix
+    assert float((half > 1).float().mean()) == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_step_with_drawn_prefixes_is_that_of_a_loop_over_sequences() -> None:
+    run = started(start=StartConfig(steps=6, mode="prefixes"), train={"precision": "fp32"})
+    state = new_state(run, CPU)
+    state.step = 5
+    batch = run.task.batch(0, "train", 5, 8)
+    prefix, _ = draw_prefixes(run, 5, batch, 5 / 6)
+    losses, first = [], []
+    for number, (tokens, targets) in enumerate(zip(batch.x, batch.y, strict=True)):
+        x, m = torch.from_numpy(tokens)[None], int(prefix[number])
+        logits = state.model(x, "prefix", prefix=m)[0]
+        rows = [t for t in range(len(targets)) if targets[t] != IGNORE and t >= m - 1]
+        losses += [torch.nn.functional.cross_entropy(logits[t], torch.tensor(targets[t])) for t in rows]
+        first.append((logits[m - 1], state.model(x, "entp")[0, m - 1]))
+    want = torch.autograd.grad(torch.stack(losses).mean(), list(state.model.parameters()))
+    inputs = step._inputs(run, state, batch, CPU, World())
+    loss, gradients = step._gradients(run.at(5), state.model, inputs)
+    assert float(loss) == pytest.approx(float(torch.stack(losses).detach().mean()), rel=1e-5)
+    for p, g in zip(state.model.parameters(), want, strict=True):
+        torch.testing.assert_close(gradients[p], g, rtol=1e-4, atol=1e-6)
+    for m, (ours, entps) in zip(prefix, first, strict=True):
+        assert torch.allclose(ours, entps, atol=1e-5), f"the first prediction after {m} tokens is ENTP's"
+
+
+@pytest.mark.parametrize("stops", [(5,), (6,), (3, 8)])
+def test_drawn_prefixes_go_on_bit_for_bit(tmp_path: Path, stops: tuple[int, ...]) -> None:
+    run = started(start=StartConfig(steps=6, mode="prefixes", batch=12))
+    whole = trained(run, tmp_path / "whole")
+    for n, steps in enumerate((*stops, 10)):
+        parts = trained(replace(run, steps=steps), tmp_path / "parts", resume=n > 0)
+    assert same(whole, parts)
+    assert not same(whole, trained(started(start=StartConfig(steps=6, batch=12)), tmp_path / "decoder"))
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["decoder", "prefix"])
+@pytest.mark.parametrize("mode", ["decoder", "prefix", "prefixes"])
 def test_recorded_steps_change_with_the_mode(mode: Any) -> None:
     task = Count3(seed_length=4, length=24, values=24)
     optim = OptimConfig("muon", 2e-3, 2e-4, warmup=3, decay_steps=30, whiten=5, average=4)

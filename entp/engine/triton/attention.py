@@ -1,7 +1,7 @@
 """The middle layers: full attention inside every prefix, for all prefixes in one launch per class of lengths.
 
 With `free`, a decoder's: key j is seen by query i if j <= max(i, free - 1); free = 0 is causal, more lets the first tokens see
-each other.
+each other, as many in every prefix or a number for each.
 
 Defined by `plain_prefix_attention`. Prefixes of up to `whole` rows fit one tile: a program holds all scores of one head of one
 prefix, goes from head to head while the next one's rows are on their way, and its backward pass needs nothing but q, k, v and
@@ -25,15 +25,23 @@ from entp.engine.triton.rows import KINDS, column_sums
 
 SHARED = 136 * 1024
 """Bytes that one head's q, k, v and gradient of a tile and two matrices of its scores may take in shared memory."""
+ALL, EACH = -1, -2
+"""What a kernel's FREE is where every key is seen, and where each prefix has a number of its own."""
 
 
-def plain_prefix_attention(qkv: Tensor, packing: Packing, heads: int, scale: float, free: int | None = None) -> Tensor:
-    """(N, 3 D) to (N, D): softmax(scale q k^T) v inside each prefix, causal but for the first `free` if that is given."""
+def plain_prefix_attention(qkv: Tensor, packing: Packing, heads: int, scale: float, free: int | Tensor | None = None) -> Tensor:
+    """(N, 3 D) to (N, D): softmax(scale q k^T) v inside each prefix, causal but for the first `free` if that is given.
+
+    free: a number, or (M,) one for each prefix in packed order.
+    """
     outputs = []
-    for (m, count), part in zip(packing.groups, qkv.split(packing.row_counts), strict=True):
+    frees = [free] * len(packing.groups)
+    if isinstance(free, Tensor):
+        frees = list(free[:, None, None, None].split([count for _, count in packing.groups]))
+    for (m, count), first, part in zip(packing.groups, frees, qkv.split(packing.row_counts), strict=True):
         q, k, v = part.view(count, m, 3, heads, -1).permute(2, 0, 3, 1, 4)
         index = torch.arange(m, device=qkv.device)
-        hidden = index[None] > index[:, None].clamp(min=m if free is None else free - 1)
+        hidden = index[None] > index[:, None].clamp(min=m if first is None else first - 1)
         scores = (scale * q @ k.mT).masked_fill(hidden, float("-inf"))
         outputs.append((torch.softmax(scores, -1) @ v).transpose(1, 2).reshape(count * m, -1))
     return torch.cat(outputs)
@@ -94,11 +102,16 @@ def _rows_of(out, rows, real, h, H, d, DP: tl.constexpr):
 
 
 @triton.jit
-def _seen(rows, keys, start, end, FREE: tl.constexpr):
-    """Which keys the queries at `rows` see: all of the prefix, or (FREE from 0 on) none after themselves but the first FREE."""
+def _seen(rows, keys, start, end, free, p, FREE: tl.constexpr):
+    """Which keys the queries at `rows` of prefix p see: all of it, or none after themselves but the first ones.
+
+    FREE: how many those are; -2: what `free` has for the prefix; -1: all keys are seen.
+    """
     seen = (keys < end)[None, :]
     if FREE >= 0:
         seen = seen & (keys[None, :] <= tl.maximum(rows, start + FREE - 1)[:, None])
+    if FREE == -2:
+        seen = seen & (keys[None, :] <= tl.maximum(rows, start + tl.load(free + p) - 1)[:, None])
     return seen
 
 
@@ -113,8 +126,8 @@ def _softmax(q, k, seen, SCALE: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["P0", "H", "GROUP"])
 def _attention_forward_whole(
-    qkv, starts, ends, out, P0, H, d, GROUP, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, DP: tl.constexpr,
-    FREE: tl.constexpr, QUERIES: tl.constexpr, STAGES: tl.constexpr,
+    qkv, starts, ends, free, out, P0, H, d, GROUP, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
+    DP: tl.constexpr, FREE: tl.constexpr, QUERIES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """GROUP heads of one prefix whose keys are one tile, QUERIES at a time."""
     p = P0 + tl.program_id(0)
@@ -126,7 +139,7 @@ def _attention_forward_whole(
         for first in tl.static_range(0, TILE, QUERIES):
             rows = start + first + tl.arange(0, QUERIES)
             q = _part(qkv, rows, rows < end, 0, h, H, d, DP)
-            weight = _softmax(q, k, _seen(rows, keys, start, end, FREE), SCALE, WIDE)
+            weight = _softmax(q, k, _seen(rows, keys, start, end, free, p, FREE), SCALE, WIDE)
             acc = tl.dot(weight.to(v.dtype), v, input_precision="ieee", out_dtype=WIDE)
             at = rows[:, None] * (H * d) + (h * d + e)[None, :]
             tl.store(out + at, acc.to(out.dtype.element_ty), mask=(rows < end)[:, None] & (e < d)[None, :])
@@ -134,7 +147,7 @@ def _attention_forward_whole(
 
 @triton.jit(do_not_specialize=["P0", "H"])
 def _attention_forward(
-    qkv, starts, ends, out, lse, P0, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, DP: tl.constexpr,
+    qkv, starts, ends, free, out, lse, P0, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, DP: tl.constexpr,
     FREE: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head of a long prefix over all its keys."""
@@ -151,7 +164,7 @@ def _attention_forward(
             keys = base + tl.arange(0, TILE)
             k, v = _part(qkv, keys, keys < end, 1, h, H, d, DP), _part(qkv, keys, keys < end, 2, h, H, d, DP)
             s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=WIDE) * SCALE
-            s = tl.where(_seen(rows, keys, start, end, FREE), s, float("-inf"))
+            s = tl.where(_seen(rows, keys, start, end, free, p, FREE), s, float("-inf"))
             higher = tl.maximum(top, tl.max(s, 1))
             weight = tl.exp(s - higher[:, None])
             decay = tl.exp(top - higher)
@@ -179,7 +192,7 @@ def _store_share(share, total, part, slot, h, H, d, DP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["P0", "H", "GROUP"])
 def _attention_backward_whole(
-    qkv, starts, ends, grad, dqkv, share, P0, H, d, GROUP, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
+    qkv, starts, ends, free, grad, dqkv, share, P0, H, d, GROUP, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
     DP: tl.constexpr, FREE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """GROUP heads of one prefix that is one tile."""
@@ -190,7 +203,7 @@ def _attention_backward_whole(
     for h in tl.range(tl.program_id(1) * GROUP, tl.minimum(H, tl.program_id(1) * GROUP + GROUP), num_stages=STAGES):
         k, v = _part(qkv, keys, real, 1, h, H, d, DP), _part(qkv, keys, real, 2, h, H, d, DP)
         q, g = _part(qkv, keys, real, 0, h, H, d, DP), _rows_of(grad, keys, real, h, H, d, DP)
-        seen = _seen(keys, keys, start, end, FREE)
+        seen = _seen(keys, keys, start, end, free, p, FREE)
         weight = _softmax(q, k, seen, SCALE, WIDE)  # rows past the end have g = 0 and q = 0: they add nothing
         dv = tl.dot(tl.trans(weight.to(g.dtype)), g, input_precision="ieee", out_dtype=WIDE)
         _store_part(dqkv, dv, keys, real, 2, h, H, d, DP)  # each as soon as it is there: registers are what is short
@@ -206,16 +219,16 @@ def _attention_backward_whole(
 
 
 @triton.jit
-def _weights(q, k, rows, keys, start, end, lse, h, H, SCALE: tl.constexpr, WIDE: tl.constexpr, FREE: tl.constexpr):
+def _weights(q, k, rows, keys, start, end, free, p, lse, h, H, SCALE: tl.constexpr, WIDE: tl.constexpr, FREE: tl.constexpr):
     """Attention of the queries at `rows` to the keys at `keys`, from their log-sum-exp."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=WIDE) * SCALE
     z = tl.load(lse + rows * H + h, mask=rows < end, other=0.0)
-    return tl.where((rows < end)[:, None] & _seen(rows, keys, start, end, FREE), tl.exp(s - z[:, None]), 0.0)
+    return tl.where((rows < end)[:, None] & _seen(rows, keys, start, end, free, p, FREE), tl.exp(s - z[:, None]), 0.0)
 
 
 @triton.jit(do_not_specialize=["P0", "TILES", "H"])
 def _attention_backward_queries(
-    qkv, starts, ends, grad, lse, delta, dqkv, share, P0, TILES, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr,
+    qkv, starts, ends, free, grad, lse, delta, dqkv, share, P0, TILES, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr,
     TILE: tl.constexpr, DP: tl.constexpr, FREE: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head of a long prefix."""
@@ -229,7 +242,7 @@ def _attention_backward_queries(
         for base in range(start, end, TILE):
             keys = base + tl.arange(0, TILE)
             k, v = _part(qkv, keys, keys < end, 1, h, H, d, DP), _part(qkv, keys, keys < end, 2, h, H, d, DP)
-            weight = _weights(q, k, rows, keys, start, end, lse, h, H, SCALE, WIDE, FREE)
+            weight = _weights(q, k, rows, keys, start, end, free, p, lse, h, H, SCALE, WIDE, FREE)
             ds = weight * (tl.dot(g, tl.trans(v), input_precision="ieee", out_dtype=WIDE) - inner[:, None]) * SCALE
             dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee", out_dtype=WIDE)
         _store_part(dqkv, dq, rows, rows < end, 0, h, H, d, DP)
@@ -238,7 +251,7 @@ def _attention_backward_queries(
 
 @triton.jit(do_not_specialize=["P0", "TILES", "H"])
 def _attention_backward_keys(
-    qkv, starts, ends, grad, lse, delta, dqkv, share, P0, TILES, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr,
+    qkv, starts, ends, free, grad, lse, delta, dqkv, share, P0, TILES, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr,
     TILE: tl.constexpr, DP: tl.constexpr, FREE: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one head of a long prefix."""
@@ -252,7 +265,7 @@ def _attention_backward_keys(
             rows = base + tl.arange(0, TILE)
             q, g = _part(qkv, rows, rows < end, 0, h, H, d, DP), _rows_of(grad, rows, rows < end, h, H, d, DP)
             inner = tl.load(delta + rows * H + h, mask=rows < end, other=0.0)
-            weight = _weights(q, k, rows, keys, start, end, lse, h, H, SCALE, WIDE, FREE)
+            weight = _weights(q, k, rows, keys, start, end, free, p, lse, h, H, SCALE, WIDE, FREE)
             dv += tl.dot(tl.trans(weight.to(g.dtype)), g, input_precision="ieee", out_dtype=WIDE)
             ds = weight * (tl.dot(g, tl.trans(v), input_precision="ieee", out_dtype=WIDE) - inner[:, None]) * SCALE
             dk += tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision="ieee", out_dtype=WIDE)
@@ -263,7 +276,9 @@ def _attention_backward_keys(
         _store_share(share, tl.sum(dv, 0), 2, slot, h, H, d, DP)
 
 
-def prefix_attention(qkv: Tensor, bias: Tensor, packing: Layout, heads: int, scale: float, free: int | None = None) -> Tensor:
+def prefix_attention(
+    qkv: Tensor, bias: Tensor, packing: Layout, heads: int, scale: float, free: int | Tensor | None = None
+) -> Tensor:
     """As plain_prefix_attention; `bias`, in fp32 or float64, is what was added to qkv: it only gets its gradient."""
     return _PrefixAttention.apply(qkv, bias, packing, heads, scale, free)
 
@@ -271,17 +286,19 @@ def prefix_attention(qkv: Tensor, bias: Tensor, packing: Layout, heads: int, sca
 class _PrefixAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, qkv: Tensor, bias: Tensor, packing: Layout, heads: int, scale: float, free: int | None
+        ctx, qkv: Tensor, bias: Tensor, packing: Layout, heads: int, scale: float, free: int | Tensor | None
     ) -> Tensor:  # fmt: skip
         size = qkv.shape[1] // (3 * heads)
         out = qkv.new_empty(len(qkv), heads * size)
         largest = whole(size, qkv.dtype)
         long = packing.longest > largest
         lse = bias.new_empty(len(qkv) if long else 0, heads)
-        ctx.fixed = {"SCALE": scale, "WIDE": KINDS[bias.dtype], "DP": _padded(size), "FREE": -1 if free is None else free}
+        each = free if isinstance(free, Tensor) else packing.starts  # read only if it is theirs
+        kind = EACH if isinstance(free, Tensor) else ALL if free is None else free
+        ctx.fixed = {"SCALE": scale, "WIDE": KINDS[bias.dtype], "DP": _padded(size), "FREE": kind}
         ctx.classes = _classes(packing, largest)
         for c in ctx.classes:
-            where = (packing.starts, packing.ends, out)
+            where = (packing.starts, packing.ends, each, out)
             if c.tiles == 1:
                 group = _heads_together(c, heads)
                 _attention_forward_whole[(c.count, triton.cdiv(heads, group))](
@@ -289,20 +306,20 @@ class _PrefixAttention(torch.autograd.Function):
                 )
             else:
                 _attention_forward[(c.count, heads, c.tiles)](qkv, *where, lse, c.first, heads, size, TILE=c.tile, **ctx.fixed)
-        ctx.save_for_backward(qkv, lse, *([out] if long else []))
+        ctx.save_for_backward(qkv, lse, each, *([out] if long else []))
         ctx.packing, ctx.heads = packing, heads
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        qkv, lse, *out = ctx.saved_tensors
+        qkv, lse, each, *out = ctx.saved_tensors
         heads, grad, wide = ctx.heads, grad.contiguous(), lse.dtype
         size = qkv.shape[1] // (3 * heads)
         dqkv = torch.empty_like(qkv)
         make = torch.zeros if out else torch.empty  # tiles past the end of a long prefix write nothing
         share = make(sum(c.count * c.tiles for c in ctx.classes), qkv.shape[1], dtype=wide, device=qkv.device)
         for c in ctx.classes:
-            where = (qkv, ctx.packing.starts, ctx.packing.ends, grad)
+            where = (qkv, ctx.packing.starts, ctx.packing.ends, each, grad)
             if c.tiles == 1:
                 group, tiles = _heads_together(c, heads), _whole(c.tile, qkv.dtype, backward=True)
                 _attention_backward_whole[(c.count, triton.cdiv(heads, group))](

@@ -62,9 +62,9 @@ def prefix_hidden(model: Transformer, x: Tensor, wanted: Tensor, generous: bool 
     return out.index_select(0, packing.caller_order)
 
 
-def causal_hidden(model: Transformer, x: Tensor, free: int) -> Tensor:
+def causal_hidden(model: Transformer, x: Tensor, free: int | Tensor) -> Tensor:
     """A decoder's last block (B, T, D) by the same kernels: one prefix per sequence, in which key j is seen by i if
-    j <= max(i, free - 1)."""
+    j <= max(i, free - 1). free: a number, or (B,) on the device, one for each sequence."""
     blocks = cast("list[Block]", list(model.blocks))
     device = x.device.type
     packing = whole_sequences(x.shape[0], x.shape[1], x.device)
@@ -77,7 +77,9 @@ def causal_hidden(model: Transformer, x: Tensor, free: int) -> Tensor:
     return out.view(h.shape)
 
 
-def causal_layers(blocks: list[Block], rows: Tensor, half: torch.dtype, packing: Layout, free: int, keep: bool) -> Tensor:
+def causal_layers(
+    blocks: list[Block], rows: Tensor, half: torch.dtype, packing: Layout, free: int | Tensor, keep: bool
+) -> Tensor:
     """All blocks of a decoder on the rows (N, D) of whole sequences."""
     h, x = stream_start(rows, half), normed(rows, norm_of(blocks[0].norm_1), half)
     h, y = full_block(blocks[0], h, x, packing, keep, free)
@@ -88,7 +90,7 @@ def causal_layers(blocks: list[Block], rows: Tensor, half: torch.dtype, packing:
 
 
 def full_block(
-    block: Block, h: Stream, x: Tensor, packing: Layout, keep: bool, free: int | None = None
+    block: Block, h: Stream, x: Tensor, packing: Layout, keep: bool, free: int | Tensor | None = None
 ) -> tuple[Stream, Tensor]:
     """A block on every row, from the stream and its normed rows: the stream, and the product that has yet to be added to it."""
     qkv, bias = norm_linear(x, block.qkv, block.norm_1, add=True)

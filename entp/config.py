@@ -202,14 +202,14 @@ class StartConfig:
     """Steps that come first, in a mode that costs less, on a schedule of their own. Weights and optimizer go on from there."""
 
     steps: int = 0
-    """How many of the run's steps; optim.warmup and optim.decay_steps count from their end, for these anew. 0: none."""
+    """How many of the run's steps, the warm-up among them; optim.decay_steps counts from their end. 0: none."""
     mode: StartMode = "decoder"
-    """What is trained in them; evaluations measure the run's own mode. prefixes: a decoder at first, and ever more sequences in
-    which tokens up to a random place see each other, and what comes from there on is predicted: at the end all."""
+    """What is trained in them; evaluations measure the run's own mode. prefixes: a decoder for half of them, then ever more
+    sequences in which tokens up to a random place see each other, and what comes from there on is predicted: at the end all."""
     batch: int = 0
     """Sequences per step in them. 0: as many as later."""
     max_lr: float = 0.0
-    """Their learning rate after the warm-up, which falls to optim.min_lr at their end. 0: optim.max_lr."""
+    """Their learning rate after the warm-up, which falls to optim.max_lr at their end. 0: that all along."""
 
     def __post_init__(self) -> None:
         _check_numbers(self, "start.")
@@ -283,8 +283,8 @@ class Run:
             return problems
         if start.steps <= optim.warmup:
             problems.append(f"start.steps {start.steps} must be above optim.warmup {optim.warmup}, which is part of them")
-        if 0 < start.max_lr < optim.min_lr:
-            problems.append(f"optim.min_lr {optim.min_lr:g} is above start.max_lr {start.max_lr:g}: swapped?")
+        if 0 < start.max_lr < optim.max_lr:
+            problems.append(f"optim.max_lr {optim.max_lr:g} is above start.max_lr {start.max_lr:g}: swapped?")
         if optim.decay == "seconds":
             problems.append("start.steps needs optim.decay steps: by the clock there is one schedule")
         return problems
@@ -297,15 +297,15 @@ class Run:
     def beginning(self) -> Run:
         """The start as a run of its own."""
         start, none = self.start, StartConfig()
-        rate = start.max_lr or self.optim.max_lr
-        optim = replace(self.optim, max_lr=rate, decay_steps=start.steps, select=False, late_batch=0, late_at=0)
+        first, last = start.max_lr or self.optim.max_lr, self.optim.max_lr
+        optim = replace(self.optim, max_lr=first, min_lr=last, decay_steps=start.steps, select=False, late_batch=0, late_at=0)
         mode: Mode = "decoder" if start.mode == "prefixes" else start.mode
         return replace(self, mode=mode, steps=start.steps, batch=start.batch or self.batch, optim=optim, start=none)
 
     def prefix_chance(self, step: int) -> float | None:
         """How likely a sequence of this step has a prefix that ends at a random place; None if that cannot be."""
         drawn = step < self.start.steps and self.start.mode == "prefixes"
-        return step / self.start.steps if drawn else None
+        return max(0.0, 2 * step / self.start.steps - 1) if drawn else None
 
     def batch_at(self, step: int) -> int:
         """Sequences in this training step."""

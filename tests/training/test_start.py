@@ -53,14 +53,14 @@ def test_every_step_gets_its_batch(since: int) -> None:
         assert np.array_equal(batch.x, run.task.batch(run.seed, "train", number, len(batch.x)).x)
 
 
-def test_each_part_has_a_schedule_of_its_own() -> None:
+def test_the_rate_falls_to_that_of_the_run_and_goes_on() -> None:
     run = started(optim={"max_lr": 1e-3, "min_lr": 1e-4, "warmup": 2, "decay_steps": 4, "shape": "linear"})
     state = new_state(run, CPU)
     rates = []
     for state.step in range(12):
         rates.append(rate_of(run, state))
-    assert rates[:6] == pytest.approx([2.5e-3, 5e-3, 5e-3, 3.775e-3, 2.55e-3, 1.325e-3])  # to 1e-4 at step 6
-    assert rates[6:] == pytest.approx([5e-4, 1e-3, 1e-3, 5.5e-4, 1e-4, 1e-4])
+    assert rates[:6] == pytest.approx([2.5e-3, 5e-3, 5e-3, 4e-3, 3e-3, 2e-3])  # to 1e-3 at step 6
+    assert rates[6:] == pytest.approx([1e-3, 7.75e-4, 5.5e-4, 3.25e-4, 1e-4, 1e-4])
 
 
 def test_the_same_rate_and_batch_if_nothing_else_is_said() -> None:
@@ -112,7 +112,8 @@ def test_predictions_are_chosen_after_it(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_evaluations_measure_the_runs_own_mode(tmp_path: Path) -> None:
     trained(started(steps=5), tmp_path / "run")
-    trained(small_run(mode="decoder", steps=5, batch=12, optim={"max_lr": 5e-3, "decay_steps": 6}), tmp_path / "decoder")
+    optim = {"max_lr": 5e-3, "min_lr": 3e-3, "decay_steps": 6}
+    trained(small_run(mode="decoder", steps=5, batch=12, optim=optim), tmp_path / "decoder")
     run, decoder = (read_metrics(tmp_path / name) for name in ("run", "decoder"))
     losses = [[r["loss"] for r in rows if r["kind"] == "train"] for rows in (run, decoder)]
     assert losses[0] == losses[1]
@@ -129,7 +130,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"unknown start\.mode 'encoder': allowed are entp, decoder, prefix, prefixes",
     ),
     "warm-up": ({"start": {"steps": 3}}, r"start\.steps 3 must be above optim\.warmup 3"),
-    "rates": ({"start": {"steps": 9, "max_lr": 1e-5}}, r"optim\.min_lr 0\.0003 is above start\.max_lr 1e-05"),
+    "rates": ({"start": {"steps": 9, "max_lr": 1e-5}}, r"optim\.max_lr 0\.003 is above start\.max_lr 1e-05"),
     "clock": (
         {"start": {"steps": 9}, "optim": {"decay": "seconds"}, "train": {"max_seconds": 3.0}},
         r"start\.steps needs optim\.decay steps",
@@ -181,7 +182,7 @@ def test_drawn_prefixes_end_at_every_prediction_alike() -> None:
 
 def test_the_chance_of_a_prefix_rises_to_one() -> None:
     run = started(start=StartConfig(steps=6, mode="prefixes"))
-    assert [run.prefix_chance(n) for n in (0, 3, 6, 9)] == [0.0, 0.5, None, None]
+    assert [run.prefix_chance(n) for n in (0, 2, 3, 4, 5, 6, 9)] == pytest.approx([0, 0, 0, 1 / 3, 2 / 3, None, None])
     assert started().prefix_chance(3) is None
     batch = run.task.batch(0, "train", 0, 4000)
     prefix, weights = draw_prefixes(run, 0, batch, 0.0)
@@ -196,7 +197,7 @@ def test_a_step_with_drawn_prefixes_is_that_of_a_loop_over_sequences() -> None:
     state = new_state(run, CPU)
     state.step = 5
     batch = run.task.batch(0, "train", 5, 8)
-    prefix, _ = draw_prefixes(run, 5, batch, 5 / 6)
+    prefix, _ = draw_prefixes(run, 5, batch, 2 / 3)
     losses, first = [], []
     for number, (tokens, targets) in enumerate(zip(batch.x, batch.y, strict=True)):
         x, m = torch.from_numpy(tokens)[None], int(prefix[number])

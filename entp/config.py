@@ -8,14 +8,12 @@ Nothing here imports torch, so that the command line starts at once.
 
 from __future__ import annotations
 
-import math
-import types
-import typing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from entp.errors import InputError, one_of
+from entp.checks import check_numbers, choice_problems, complain
+from entp.errors import one_of
 from entp.tasks.base import Task
 
 Mode = Literal["entp", "decoder", "prefix"]
@@ -61,7 +59,7 @@ class ModelConfig:
     """Attention scores are multiplied by 1/sqrt(head size) or by 1."""
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "model.")
+        check_numbers(self, "model.")
         problems = [
             f"model.{name} is {getattr(self, name)}: it must be at least 1"
             for name in ("positions", "layers", "heads", "width")
@@ -81,7 +79,7 @@ class ModelConfig:
             problems.append("model needs exactly one of vocab (token ids) and input_dim (vectors)")
         if self.vocab is None and self.outputs is None:
             problems.append("model.outputs must be set when the inputs are vectors: there is no embedding to tie to")
-        _raise(problems + _choice_problems(self, "model."))
+        complain(problems + choice_problems(self, "model."))
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ class OptimConfig:
     """In mode entp: once most predictions are right, gradients of some only, drawn by their errors and weighted: unbiased."""
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "optim.")
+        check_numbers(self, "optim.")
         problems = []
         if self.min_lr > self.max_lr:
             problems.append(f"optim.min_lr {self.min_lr:g} is above optim.max_lr {self.max_lr:g}: swapped?")
@@ -149,7 +147,7 @@ class OptimConfig:
                 f"optim.late_at is {self.late_at} and optim.late_batch {self.late_batch}: give both, a step and a number of "
                 "sequences, or neither"
             )
-        _raise(problems + _choice_problems(self, "optim."))
+        complain(problems + choice_problems(self, "optim."))
 
 
 @dataclass(frozen=True)
@@ -184,7 +182,7 @@ class TrainConfig:
     """Copy the metrics to a tracker as well; metrics.jsonl stays the truth."""
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "train.")
+        check_numbers(self, "train.")
         problems = [
             f"train.{name} is {getattr(self, name)}: it must be at least 1"
             for name in ("eval_every", "eval_batches", "checkpoint_every", "log_every")
@@ -194,7 +192,7 @@ class TrainConfig:
             problems.append(f"train.token_budget is {self.token_budget}: it must be at least 1, or None")
         if self.max_seconds is not None and self.max_seconds <= 0:
             problems.append(f"train.max_seconds is {self.max_seconds:g}: it must be above 0, or None")
-        _raise(problems + _choice_problems(self, "train."))
+        complain(problems + choice_problems(self, "train."))
 
 
 @dataclass(frozen=True)
@@ -212,13 +210,13 @@ class StartConfig:
     """Their learning rate after the warm-up, which falls to optim.max_lr at their end. 0: that all along."""
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "start.")
+        check_numbers(self, "start.")
         problems = [
             f"start.{name} is {getattr(self, name):g}: it must not be negative"
             for name in ("steps", "batch", "max_lr")
             if getattr(self, name) < 0
         ]
-        _raise(problems + _choice_problems(self, "start."))
+        complain(problems + choice_problems(self, "start."))
 
 
 @dataclass(frozen=True)
@@ -245,8 +243,8 @@ class Run:
     """What comes first, if anything does."""
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "")
-        problems = _choice_problems(self, "")
+        check_numbers(self, "")
+        problems = choice_problems(self, "")
         for name, least in (("steps", 1), ("batch", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 problems.append(f"{name} is {getattr(self, name)}: it must be at least {least}")
@@ -273,7 +271,7 @@ class Run:
             problems.append(
                 f"train.target_metric {self.train.target_metric!r} is not measured: allowed are {', '.join(metrics)}"
             )
-        _raise(problems)
+        complain(problems)
 
     def _start_problems(self) -> list[str]:
         start, optim, problems = self.start, self.optim, []
@@ -324,35 +322,3 @@ def model_for(task: Task, size: str = "small", **changes: Any) -> ModelConfig:
     if size not in SIZES:
         raise one_of("size", size, SIZES)
     return ModelConfig(**{**task.model_needs(), **SIZES[size], **changes})
-
-
-def _choice_problems(config: Any, prefix: str) -> list[str]:
-    """Fields with a fixed list of values that have another one."""
-    hints = typing.get_type_hints(type(config)).items()
-    choices = {name: get_args(hint) for name, hint in hints if typing.get_origin(hint) is Literal}
-    wrong = {name: allowed for name, allowed in choices.items() if getattr(config, name) not in allowed}
-    return [str(one_of(f"{prefix}{name}", getattr(config, name), allowed)).rstrip(".") for name, allowed in wrong.items()]
-
-
-def _check_numbers(config: Any, prefix: str) -> None:
-    """Whole numbers must be whole and others finite; makes 1 in a float field 1.0, so that equal runs hash equal."""
-    problems = []
-    for name, hint in typing.get_type_hints(type(config)).items():
-        value, where = getattr(config, name), f"{prefix}{name}"
-        kinds = set(get_args(hint)) if typing.get_origin(hint) is types.UnionType else {hint}
-        if value is None and type(None) in kinds:
-            continue
-        if int in kinds and (not isinstance(value, int) or isinstance(value, bool)):
-            problems.append(f"{where} is {value!r}: it must be a whole number")
-        elif float in kinds:
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                problems.append(f"{where} is {value!r}: it must be a finite number")
-            else:
-                object.__setattr__(config, name, float(value))
-    _raise(problems)
-
-
-def _raise(problems: list[str]) -> None:
-    if problems:
-        text = "; ".join(problems)
-        raise InputError(text if text.endswith("?") else f"{text}.")

@@ -25,6 +25,7 @@ from entp.tasks.base import IGNORE, Batch
 from entp.training import checkpoint
 from entp.training.distributed import World, add_up_gradients
 from entp.training.evaluation import forward, loss_rows, loss_sum, rounding
+from entp.training.feed import Feed
 from entp.training.optim import learning_rate, renew_whiteners, restore_optimizer, save_optimizer, set_learning_rate
 from entp.training.prefixes import Drawn, draw_prefixes
 from entp.training.selection import RENEW, Chosen, Selection, chances, chosen, draw, errors, places_of, renewed, starts
@@ -35,8 +36,6 @@ MOST_SEEN = 1000
 """Different shapes whose steps are counted."""
 MOST_GRAPHS = 4
 """Graphs kept for different shapes: each holds the memory of a step."""
-STEPS_AHEAD = 4
-"""Steps that may wait for the device at a time."""
 
 
 @dataclass
@@ -338,25 +337,3 @@ class _Recorded:
         self.feed(new)
         self.graph.replay()
         return self.loss, self.norm
-
-
-class Feed:
-    """New values for tensors on the device, copied from pinned memory, so that the host can be a few steps ahead.
-
-    A copy from ordinary memory first waits until the device has done all it was given; the device then waits for the host.
-    """
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors, self.turn = tensors, 0
-        pinned = [[torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors] for _ in range(STEPS_AHEAD)]
-        self.pinned = [(memory, torch.cuda.Event()) for memory in pinned]
-
-    def __call__(self, values: list[Tensor]) -> None:
-        """These values from the next step on. Waits only if the device has not read what was given STEPS_AHEAD calls ago."""
-        memory, read = self.pinned[self.turn % STEPS_AHEAD]
-        self.turn += 1
-        read.synchronize()
-        for tensor, via, value in zip(self.tensors, memory, values, strict=True):
-            via.copy_(value)
-            tensor.copy_(via, non_blocking=True)
-        read.record()

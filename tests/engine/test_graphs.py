@@ -20,8 +20,9 @@ from entp.engine import layout
 from entp.tasks.base import IGNORE, Batch
 from entp.training import step
 from entp.training.distributed import World
+from entp.training.feed import STEPS_AHEAD
 from entp.training.metrics import read_metrics
-from entp.training.step import EAGER_STEPS, MOST_GRAPHS, STEPS_AHEAD, State, Stepper, train_step
+from entp.training.step import EAGER_STEPS, MOST_GRAPHS, State, Stepper, train_step
 from entp.training.trainer import new_state
 
 STEPS = 12

@@ -1,0 +1,43 @@
+"""What the dataclasses of entp/config.py check of themselves."""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from typing import Any, Literal, get_args
+
+from entp.errors import InputError, one_of
+
+
+def choice_problems(config: Any, prefix: str) -> list[str]:
+    """Fields with a fixed list of values that have another one."""
+    hints = typing.get_type_hints(type(config)).items()
+    choices = {name: get_args(hint) for name, hint in hints if typing.get_origin(hint) is Literal}
+    wrong = {name: allowed for name, allowed in choices.items() if getattr(config, name) not in allowed}
+    return [str(one_of(f"{prefix}{name}", getattr(config, name), allowed)).rstrip(".") for name, allowed in wrong.items()]
+
+
+def check_numbers(config: Any, prefix: str) -> None:
+    """Whole numbers must be whole and others finite; makes 1 in a float field 1.0, so that equal runs hash equal."""
+    problems = []
+    for name, hint in typing.get_type_hints(type(config)).items():
+        value, where = getattr(config, name), f"{prefix}{name}"
+        kinds = set(get_args(hint)) if typing.get_origin(hint) is types.UnionType else {hint}
+        if value is None and type(None) in kinds:
+            continue
+        if int in kinds and (not isinstance(value, int) or isinstance(value, bool)):
+            problems.append(f"{where} is {value!r}: it must be a whole number")
+        elif float in kinds:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                problems.append(f"{where} is {value!r}: it must be a finite number")
+            else:
+                object.__setattr__(config, name, float(value))
+    complain(problems)
+
+
+def complain(problems: list[str]) -> None:
+    """One InputError about all problems, if there are any."""
+    if problems:
+        text = "; ".join(problems)
+        raise InputError(text if text.endswith("?") else f"{text}.")

@@ -14,6 +14,7 @@ import entp
 ROOT = Path(entp.__file__).parent
 LEVELS = [
     {"errors", "intervals", "table", "pretrained"},
+    {"checks"},
     {"tasks", "config", "config_json"},
     {"attention", "model"},
     {"engine"},

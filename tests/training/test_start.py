@@ -215,6 +215,23 @@ def test_a_step_with_drawn_prefixes_is_that_of_a_loop_over_sequences() -> None:
         assert torch.allclose(ours, entps, atol=1e-5), f"the first prediction after {m} tokens is ENTP's"
 
 
+def test_processes_draw_the_same_prefixes_and_share_them() -> None:
+    run = started(start=StartConfig(steps=6, mode="prefixes"), train={"precision": "fp32"})
+    state = new_state(run, CPU)
+    state.step, batch = 5, run.task.batch(0, "train", 5, 8)
+
+    def gradients(rank: int, size: int) -> tuple[float, list[torch.Tensor]]:
+        inputs = step._inputs(run, state, batch, CPU, World(rank, size))
+        loss, found = step._gradients(run.at(5), state.model, inputs)
+        return float(loss), [g for g in found.values() if g is not None]
+
+    loss, whole = gradients(0, 1)
+    parts = [gradients(rank, 3) for rank in range(3)]
+    assert sum(share for share, _ in parts) == pytest.approx(loss, rel=1e-5)
+    for want, *shares in zip(whole, *(found for _, found in parts), strict=True):
+        torch.testing.assert_close(sum(shares), want, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("stops", [(5,), (6,), (3, 8)])
 def test_drawn_prefixes_go_on_bit_for_bit(tmp_path: Path, stops: tuple[int, ...]) -> None:
     run = started(start=StartConfig(steps=6, mode="prefixes", batch=12))

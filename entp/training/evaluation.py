@@ -29,14 +29,14 @@ def forward(
 
     prefix: (B,) for mode prefix instead, with one for each sequence.
     """
-    mode = run.mode if prefix is None else "prefix"
+    fixed = run.task.prefix if run.mode == "prefix" else None
     with rounding(run, x.device):
         return model(
             x,
-            mode,
+            run.mode if prefix is None else "prefix",
             at=at,
             lengths=lengths,
-            prefix=run.task.prefix if mode == "prefix" and prefix is None else prefix,
+            prefix=fixed if prefix is None else prefix,
             impl=run.train.impl,
             token_budget=run.train.token_budget,
         )

@@ -19,14 +19,16 @@ DAMPING = 3e-3
 """What is added to these products' eigenvalues, of their mean: noise is not blown up, and Newton's iteration converges."""
 
 
-def learning_rate(config: OptimConfig, step: int, spent: float = 0.0) -> float:
+def learning_rate(config: OptimConfig, step: int, spent: float = 0.0, first: int = 0) -> float:
     """The rate of step 0, 1, ...: linear warm-up, cosine or line to min_lr at decay_steps, then min_lr.
 
     spent: the fraction of train.max_seconds that is over, which the decay follows if config.decay is "seconds".
+    first: steps that came before this schedule, the warm-up among them.
     """
-    if step < config.warmup:
-        return config.max_lr * (step + 1) / config.warmup
-    steps = (step - config.warmup) / (config.decay_steps - config.warmup)
+    step, warmup = step - first, 0 if first else config.warmup
+    if step < warmup:
+        return config.max_lr * (step + 1) / warmup
+    steps = (step - warmup) / (config.decay_steps - warmup)
     done = min(1.0, spent if config.decay == "seconds" else steps)
     left = 1 - done if config.shape == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return config.min_lr + (config.max_lr - config.min_lr) * left

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,10 +76,9 @@ class State:
 
 def rate_of(run: Run, state: State) -> float:
     """The learning rate of the step that comes next; after a start the run's own schedule begins, without a warm-up."""
-    optim, step = run.at(state.step).optim, state.step
-    if 0 < run.start.steps <= step:
-        optim, step = replace(optim, warmup=0), step - run.start.steps
-    return learning_rate(optim, step, state.seconds / (run.train.max_seconds or math.inf))
+    now = run.at(state.step)
+    first = run.start.steps if now is run else 0
+    return learning_rate(now.optim, state.step, state.seconds / (run.train.max_seconds or math.inf), first)
 
 
 class Inputs(NamedTuple):

@@ -36,8 +36,8 @@ FAST_RATES: dict[Mode, float] = {"entp": 8e-4, "decoder": 8e-4, "prefix": 8e-4}
 MANY = 256
 """Sequences a step for decoders: after 85 seconds the loss is .24, with 64 a step .92 (docs/LOG.md)."""
 START = StartConfig(steps=60_000, mode="prefixes", batch=MANY, max_lr=8e-4)
-"""A decoder alone has nine in ten sequences right after 45,000 steps, 260 seconds; its weights as they are serve ENTP badly, hence
-the prefixes (docs/LOG.md)."""
+"""A decoder alone has nine in ten sequences right after 45,000 steps, 260 seconds; its weights as they are serve ENTP badly,
+hence the prefixes (docs/LOG.md)."""
 AFTER_STEPS = 12_000
 """Steps of ENTP after that."""
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from entp.config import Mode, OptimConfig, Run, TrainConfig, model_for
+from entp.experiments.fast import decoder_first, fast_decoder, tiny_start
 from entp.experiments.recipe import PaperValue, Recipe
 from entp.tasks.counting import Match3
 
 BELOW_64 = Match3(values=64)
 BELOW_128 = Match3()
-STEPS = 25_000
+WRAPPING_STEPS = 25_000
+STEPS, AFTER_STEPS = 20_000, 4_000
+"""Of a decoder, or of the start; of ENTP after that."""
 TABLE = 'paper, Table "Match3\' performance"'
 
 
@@ -28,18 +31,21 @@ def tiny(run: Run) -> Run:
         batch=32,
         optim=OptimConfig(max_lr=3e-3, min_lr=3e-4, warmup=10, decay_steps=100),
         train=TrainConfig(eval_every=25, eval_batches=4, checkpoint_every=50),
+        start=tiny_start(run),
     )
 
 
-def own_run(mode: Mode, task: Match3) -> Run:
-    """Muon, no weight decay; in mode entp gradients of chosen predictions once most are right."""
+def wrapping(mode: Mode) -> Run:
+    """Integers below 128. Muon, no weight decay; in mode entp gradients of chosen predictions once most are right."""
     return Run(
-        task=task,
-        model=model_for(task, "medium"),
+        task=BELOW_128,
+        model=model_for(BELOW_128, "medium"),
         mode=mode,
-        steps=STEPS,
+        steps=WRAPPING_STEPS,
         batch=64,
-        optim=OptimConfig("muon", 7e-4, 1.4e-5, warmup=500, decay_steps=STEPS, weight_decay=0.0, select=mode == "entp"),
+        optim=OptimConfig(
+            "muon", 7e-4, 1.4e-5, warmup=500, decay_steps=WRAPPING_STEPS, weight_decay=0.0, select=mode == "entp"
+        ),
         train=TrainConfig(eval_every=500, eval_batches=16, checkpoint_every=5000, token_budget=200_000),
     )
 
@@ -49,10 +55,10 @@ RECIPE = Recipe(
     title='Table "Match3\' performance"',
     question="Do both architectures learn Match3', whose modulus is fixed and whose third summand is the first integer?",
     runs={
-        "decoder medium": own_run("decoder", BELOW_64),
-        "ENTP medium": own_run("entp", BELOW_64),
-        "decoder medium, integers below 128": own_run("decoder", BELOW_128),
-        "ENTP medium, integers below 128": own_run("entp", BELOW_128),
+        "decoder medium": fast_decoder(BELOW_64, STEPS),
+        "ENTP medium": decoder_first(BELOW_64, STEPS, AFTER_STEPS),
+        "decoder medium, integers below 128": wrapping("decoder"),
+        "ENTP medium, integers below 128": wrapping("entp"),
     },
     metrics=("sequence_accuracy", "token_accuracy", "loss"),
     paper={

@@ -12,7 +12,8 @@ from small_runs import entp, start_entp
 
 from entp.config import MODES, OptimConfig
 from entp.experiments import RECIPES
-from entp.experiments.count3 import FAST_RATES, PAPER_ARMS
+from entp.experiments.count3 import PAPER_ARMS
+from entp.experiments.fast import RATE
 from entp.experiments.paper_curves import COUNT3
 from entp.experiments.recipe import find_recipe
 from entp.experiments.reproduce import collect, read_results, reproduce, results_table, run_folder
@@ -198,7 +199,7 @@ def test_fast_arms_differ_from_the_papers_in_optimizer_and_schedule_only() -> No
     for label in ("ENTP medium", "decoder medium", "prefix decoder medium"):
         slow, fast = runs[label], runs[f"{label}, fast"]
         assert (fast.task, fast.model, fast.mode) == (slow.task, slow.model, slow.mode)
-        assert fast.optim.max_lr == FAST_RATES[fast.mode]
+        assert fast.optim.max_lr == RATE
 
 
 def test_the_decoder_that_comes_first_is_trained_as_the_fast_one() -> None:

@@ -156,8 +156,8 @@ class ReproduceOptions:
 
     tiny: bool = False
     """A version for a CPU minute: shows that everything works, not the result."""
-    only: str | None = None
-    """Train this arm only."""
+    only: tuple[str, ...] = ()
+    """Train these arms only, each in quotes."""
     seed: int | None = None
     """Train with this seed only, of those that the recipe has: one machine per seed."""
     jobs: int = 1

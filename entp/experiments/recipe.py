@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,13 +54,13 @@ class Recipe:
     missing: dict[str, str] = field(default_factory=dict)
     """Parts of the figure that are not run here, and why."""
 
-    def arms(self, only: str | None = None, seed: int | None = None) -> list[tuple[str, Run]]:
-        """Every run with its label, one for each seed; or those of one label, or of one seed."""
+    def arms(self, only: Sequence[str] = (), seed: int | None = None) -> list[tuple[str, Run]]:
+        """Every run with its label, one for each seed; or those of some labels, or of one seed."""
         return [
             (label, replace(run, seed=own))
             for label, run in self.runs.items()
             for own in self.seeds.get(label, (run.seed,))
-            if only in (None, label) and seed in (None, own)
+            if (not only or label in only) and seed in (None, own)
         ]
 
     def tiny(self) -> Recipe:

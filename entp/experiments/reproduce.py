@@ -14,7 +14,7 @@ import math
 import re
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -58,13 +58,13 @@ def reproduce(
     runs: Path,
     *,
     device: str = "auto",
-    only: str | None = None,
+    only: Sequence[str] = (),
     seed: int | None = None,
     jobs: int = 1,
     record: Path | None = None,
     minutes: float | None = None,
 ) -> dict[str, Any]:
-    """Train the arms that are not finished, or `only` one, or those of one seed, and write what came out. Returns the results.
+    """Train the arms that are not finished, or `only` some, or those of one seed, and write what came out. Returns the results.
 
     minutes: most training time of an arm, for arms whose schedule does not follow the clock anyway. What an arm has by then is
         tested and recorded with its number of steps; without the limit it goes on from there.
@@ -72,8 +72,9 @@ def reproduce(
         here is added to it, the picture of the curves is drawn beside it, and the results are all of it.
     """
     kept = read_results(recipe, record) if record is not None else {}
-    if only is not None and only not in recipe.runs:
-        raise one_of("arm", only, recipe.runs)
+    for label in only:
+        if label not in recipe.runs:
+            raise one_of("arm", label, recipe.runs)
     if not recipe.arms(only, seed):
         raise one_of("seed", str(seed), sorted({str(run.seed) for _, run in recipe.arms(only)}))
     if jobs < 1:
@@ -150,7 +151,7 @@ def _in_process(name: str, label: str, seed: int, how: How) -> int | None:
     """The arm of a recipe that this process looks up by its name: recipes hold functions, which do not travel."""
     recipe = find_recipe(name.removesuffix("-tiny"))
     recipe = recipe.tiny() if name.endswith("-tiny") else recipe
-    run = next(run for other, run in recipe.arms(label) if run.seed == seed)
+    run = next(run for _, run in recipe.arms([label], seed))
     return carry_out(recipe, label, run, how, quiet=True)
 
 
@@ -229,7 +230,7 @@ def collect(recipe: Recipe, runs: Path, kept: Kept | None = None) -> dict[str, A
 def _arm(recipe: Recipe, label: str, runs: Path, kept: Kept) -> dict[str, Any]:
     """An arm over its seeds: means of the best evaluations, fresh sequences added up."""
     paper = {m: dataclasses.asdict(v) for m, v in recipe.paper.get(label, {}).items()}
-    found = [_further(_one_run(recipe, label, run, runs), kept.get((label, run.seed))) for _, run in recipe.arms(label)]
+    found = [_further(_one_run(recipe, label, run, runs), kept.get((label, run.seed))) for _, run in recipe.arms([label])]
     ran = [one for one in found if one is not None]
     if not ran:
         return {"status": "not run", "paper": paper}

@@ -82,7 +82,7 @@ def test_an_unfinished_arm_goes_on(tmp_path: Path) -> None:
     assert reproduce(short, tmp_path, device="cpu")["arms"][label]["status"] == "done"
     assert run_folder(short, label, short.runs[label], tmp_path) == run_folder(recipe, label, recipe.runs[label], tmp_path)
     assert collect(recipe, tmp_path)["arms"][label]["status"] == "20 of 60 steps"
-    assert reproduce(recipe, tmp_path, device="cpu", only=label)["arms"][label]["steps"] == 60
+    assert reproduce(recipe, tmp_path, device="cpu", only=[label])["arms"][label]["steps"] == 60
 
 
 def test_an_arm_may_be_given_minutes(tmp_path: Path) -> None:
@@ -138,10 +138,23 @@ def test_arms_side_by_side_are_the_arms_one_by_one(tmp_path: Path) -> None:
     assert (tmp_path / "one/count3-depth-tiny/curves.png").stat().st_size > 10_000
 
 
+def test_some_arms_at_once_and_no_other(tmp_path: Path) -> None:
+    first, _, third = find_recipe("count3-depth").tiny().runs
+    words = ("reproduce", "count3-depth", "--tiny", "--device=cpu")
+    made = entp(*words, "--jobs=2", "--only", first, third, cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    arms = json.loads((tmp_path / "runs/count3-depth-tiny/results.json").read_text())["arms"]
+    assert [label for label, arm in arms.items() if arm["status"] == "done"] == [first, third]
+    wrong = entp(*words, "--only", first, "fourth", cwd=tmp_path)
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+    assert "unknown arm 'fourth'" in wrong.stderr
+    assert third in wrong.stderr
+
+
 def test_several_seeds_and_what_they_did_on_fresh_sequences(tmp_path: Path) -> None:
     recipe = find_recipe("count3").tiny()
     label = "ENTP medium, decoder first"
-    arm = reproduce(recipe, tmp_path, device="cpu", only=label)["arms"][label]
+    arm = reproduce(recipe, tmp_path, device="cpu", only=[label])["arms"][label]
     assert arm["seeds"] == [0, 1, 2]
     finals = [run["final"] for run in arm["runs"]]
     assert len({final["loss"] for final in finals}) == 3
@@ -151,7 +164,7 @@ def test_several_seeds_and_what_they_did_on_fresh_sequences(tmp_path: Path) -> N
     assert low <= arm["fresh"]["sequence_accuracy"] <= high
     assert arm["fresh"]["generated"]["n"] == 96
     assert list(finals[0]["by_length"]) == [str(n) for n in range(6, 12)]
-    run = recipe.arms(label)[0][1]
+    run = recipe.arms([label])[0][1]
     folder = run_folder(recipe, label, run, tmp_path)
     model, seed = load(folder), 2**32 - 1
     assert evaluate(model, run, split="test", seed=seed, batches=2)["loss"] == finals[0]["loss"]
@@ -175,12 +188,12 @@ def test_fresh_sequences_are_measured_again_only_for_new_weights(tmp_path: Path)
     recipe = find_recipe("count3").tiny()
     label = "ENTP medium"
     folder = run_folder(recipe, label, recipe.runs[label], tmp_path)
-    reproduce(recipe, tmp_path, device="cpu", only=label)
+    reproduce(recipe, tmp_path, device="cpu", only=[label])
     before = (folder / "final.json").stat().st_mtime_ns
-    reproduce(recipe, tmp_path, device="cpu", only=label)
+    reproduce(recipe, tmp_path, device="cpu", only=[label])
     assert (folder / "final.json").stat().st_mtime_ns == before
     (folder / "final.json").write_text('{"weights": "best-00000001", "n": 1}')
-    reproduce(recipe, tmp_path, device="cpu", only=label)
+    reproduce(recipe, tmp_path, device="cpu", only=[label])
     assert json.loads((folder / "final.json").read_text())["n"] == 64
 
 
@@ -251,7 +264,7 @@ def test_runs_with_other_settings_are_not_taken_for_these(tmp_path: Path, capsys
     recipe = find_recipe("count3").tiny()
     label = "ENTP medium"
     path = tmp_path / "all.json"
-    reproduce(recipe, tmp_path, device="cpu", only=label, record=path)
+    reproduce(recipe, tmp_path, device="cpu", only=[label], record=path)
     assert list(read_results(recipe, path)) == [(label, 0)]
     kept = json.loads(path.read_text())
     kept["arms"][label]["runs"][0]["settings"]["optim"]["max_lr"] = 1e-3

@@ -32,7 +32,7 @@ def fast_decoder(task: Task, steps: int, mode: Mode = "decoder") -> Run:
     return Run(task, model_for(task, "medium"), mode, steps=steps, batch=MANY, optim=fast_optim(steps), train=train)
 
 
-def decoder_first(task: Task, start: int, steps: int) -> Run:
+def decoder_first(task: Task, start: int, steps: int, rate: float = RATE) -> Run:
     """Medium ENTP: steps that begin as those of a decoder, in which ever more tokens see later ones; then so many of ENTP.
 
     ENTP's steps cost several times as much as a decoder's. They take gradients of chosen predictions.
@@ -46,7 +46,7 @@ def decoder_first(task: Task, start: int, steps: int) -> Run:
         batch=64,
         optim=replace(fast_optim(steps, AFTER_RATE), select=True),
         train=train,
-        start=StartConfig(steps=start, mode="prefixes", batch=MANY, max_lr=RATE),
+        start=StartConfig(steps=start, mode="prefixes", batch=MANY, max_lr=rate),
     )
 
 

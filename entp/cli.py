@@ -142,7 +142,7 @@ def reproduce_command(args: list[str]) -> int:
         recipe,
         options.out,
         device=options.device,
-        only=options.only,
+        only=() if options.only == ("all",) else options.only,
         seed=options.seed,
         jobs=options.jobs,
         record=options.record,

@@ -156,7 +156,7 @@ class ReproduceOptions:
 
     tiny: bool = False
     """A version for a CPU minute: shows that everything works, not the result."""
-    only: tuple[str, ...] = ()
+    only: tuple[str, ...] = ("all",)
     """Train these arms only, each in quotes."""
     seed: int | None = None
     """Train with this seed only, of those that the recipe has: one machine per seed."""
@@ -172,6 +172,8 @@ class ReproduceOptions:
     """auto, cpu, cuda or cuda:NUMBER."""
 
     def __post_init__(self) -> None:
+        if not self.only:
+            raise InputError("--only names no arm: give one or more, each in quotes, or leave it out to train all of them.")
         check_out(self.record, "--record")
 
 

@@ -14,10 +14,12 @@ from entp.config import OptimConfig
 from entp.training.optim import (
     DAMPING,
     REMEMBERED,
+    SMALLEST,
     Muon,
     inverse_fourth_root,
     learning_rate,
     make_optimizers,
+    newton_steps,
     orthogonalise,
     renew_whiteners,
     restore_optimizer,
@@ -141,6 +143,37 @@ def test_inverse_fourth_root_of_badly_conditioned_products() -> None:
     sizes = wanted.diagonal(dim1=1, dim2=2)
     assert (sizes.amax(1) > 4 * sizes.amin(1)).all()  # far from doing nothing
     assert (inverse_fourth_root(g @ g.mT) - wanted).abs().max() < 1e-3 * wanted.abs().max()
+
+
+def test_newtons_steps_bring_every_eigenvalue_to_one() -> None:
+    """From the smallest one that is promised up to 1, in a third of the steps that equally long ones take."""
+    m = torch.logspace(math.log10(SMALLEST), 0, 1000, dtype=torch.float64)
+    for low, scale, slope in newton_steps():
+        assert m.min() > low * (1 - 1e-9)
+        assert m.max() < 1 + 1e-9
+        m = m * (scale * (1 - slope * m)) ** 4
+    assert m.min() > 0.99
+    assert m.max() < 1 + 1e-9
+    assert len(newton_steps()) == 7
+
+
+@pytest.mark.gpu
+def test_inverse_fourth_root_with_quick_products() -> None:
+    """Medium's hidden units, eigenvalues over four orders of magnitude: a hundredth off at most, and all of them whitened.
+
+    The precision of matrix products is left as it was.
+    """
+    torch.manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(2, 1536, 1536, dtype=torch.float64))[0]
+    a = (basis * torch.logspace(1.6, -2.4, 1536, dtype=torch.float64)) @ basis.mT
+    before = torch.get_float32_matmul_precision()
+    found, wanted = inverse_fourth_root(a.float().cuda()).cpu().double(), fourth_root_by_eigenvalues(a)
+    assert torch.get_float32_matmul_precision() == before
+    assert (found - wanted).norm() < 1e-2 * wanted.norm()
+    damped = a + DAMPING * a.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(1536)
+    left = torch.linalg.eigvalsh(found @ found @ damped @ found @ found)
+    assert left.amin() > 0.7 * left.median()
+    assert left.amax() < 1.4 * left.median()
 
 
 def test_nothing_seen_whitens_nothing() -> None:

@@ -173,7 +173,7 @@ def inverse_fourth_root(a: Tensor) -> Tensor:
     a = a + DAMPING * a.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * eye
     x, m = eye.expand_as(a), a / a.norm(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(a.dtype).tiny)
     for low, scale, slope in newton_steps():
-        with _quick_products(a.is_cuda and low > QUICK_FROM):
+        with _products("high" if a.is_cuda and low > QUICK_FROM else "highest"):
             t = scale * (eye - slope * m)
             x = x @ t
             t = t @ t
@@ -196,11 +196,13 @@ def newton_steps(low: float = SMALLEST) -> list[tuple[float, float, float]]:
 
 
 @contextmanager
-def _quick_products(quick: bool) -> Iterator[None]:
-    """CUDA's fp32 matrix products with 10 bits of mantissa, several times as fast."""
+def _products(precision: str) -> Iterator[None]:
+    """Matrix products of fp32 in full ("highest"), or on CUDA with 10 bits of mantissa, several times as fast ("high").
+
+    Whatever the program has chosen for its own.
+    """
     before = torch.get_float32_matmul_precision()
-    if quick:
-        torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:

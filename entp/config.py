@@ -118,6 +118,8 @@ class OptimConfig:
     """Measure and keep as best the running mean of the weights over about so many steps. 0: the weights themselves."""
     select: bool = False
     """In mode entp: once most predictions are right, gradients of some only, drawn by their errors and weighted: unbiased."""
+    take: int = 0
+    """In mode entp: gradients of so many predictions of a batch, drawn by the errors of a decoder's pass. 0: of all."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "optim.")
@@ -135,6 +137,11 @@ class OptimConfig:
                 problems.append(f"optim.{name} is {getattr(self, name)}: allowed is 0 up to, not including, 1")
         if self.weight_decay < 0 or self.clip < 0:
             problems.append("optim.weight_decay and optim.clip must not be negative")
+        if self.take < 0 or (self.take and self.select):
+            problems.append(
+                f"optim.take is {self.take}{' with optim.select' if self.select else ''}: it must be a number of predictions "
+                "without optim.select, or 0"
+            )
         if self.average < 0:
             problems.append(f"optim.average is {self.average}: it must be a number of steps, or 0")
         if self.whiten < 0 or (self.whiten and self.name != "muon"):
@@ -252,8 +259,11 @@ class Run:
             problems.append(f"seed is {self.seed}: it must be below 2^32, so that no two streams of data can meet")
         if self.optim.decay == "seconds" and self.train.max_seconds is None:
             problems.append("optim.decay seconds needs train.max_seconds: the time at whose end the rate is optim.min_lr")
-        if self.optim.select and self.mode != "entp":
-            problems.append(f"optim.select is for mode entp, where each prediction has a cost of its own, not for {self.mode}")
+        for name in ("select", "take"):
+            if getattr(self.optim, name) and self.mode != "entp":
+                problems.append(
+                    f"optim.{name} is for mode entp, where each prediction has a cost of its own, not for {self.mode}"
+                )
         needs = self.task.model_needs()
         if self.model.position != "none" and self.model.positions < needs["positions"]:
             problems.append(
@@ -296,7 +306,8 @@ class Run:
         """The start as a run of its own."""
         start, none = self.start, StartConfig()
         first, last = start.max_lr or self.optim.max_lr, self.optim.max_lr
-        optim = replace(self.optim, max_lr=first, min_lr=last, decay_steps=start.steps, select=False, late_batch=0, late_at=0)
+        plain = replace(self.optim, select=False, take=0, late_batch=0, late_at=0)
+        optim = replace(plain, max_lr=first, min_lr=last, decay_steps=start.steps)
         mode: Mode = "decoder" if start.mode == "prefixes" else start.mode
         return replace(self, mode=mode, steps=start.steps, batch=start.batch or self.batch, optim=optim, start=none)
 

@@ -64,7 +64,8 @@ def read_fork(run: Run, source: Path) -> Fork:
     mean = trainer.pop("mean", weights)
     if run.optim.average:
         trainer["mean"] = mean
-    if not run.optim.select or (old.task, old.batch_at(step)) != (run.task, run.batch_at(step)):
+    how = [(r.task, r.batch_at(step), r.optim.select, r.optim.take) for r in (old, run)]
+    if not (run.optim.select or run.optim.take) or how[0] != how[1]:
         trainer.pop("selection", None)  # made anew: it belongs to a batch and its targets
     metrics = source / "metrics.jsonl"
     rows = metrics.read_bytes() if metrics.is_file() else b""  # resuming drops lines after the checkpoint's step

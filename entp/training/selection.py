@@ -6,6 +6,9 @@ and it counts by one over that chance. The expected gradient is that of the whol
 
 How many are tried and taken at each length is fixed for a while, so that a step keeps its shapes; which are taken is drawn anew
 in every step. Where hardly anything goes wrong, fewer sequences are tried as well.
+
+Or a decoder's pass tries all predictions of a sequence at once (`optim.take`). Its errors are not ENTP's, which makes single
+gradients noisier, but many times as many sequences can be looked through.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ REMEMBERED = 0.99
 """How much of the mean errors, which decide about these numbers, is kept at each step."""
 FLOOR = 0.1
 """A prediction's error counts as larger by so much of the mean at its length, so that no chance is next to 0."""
+GUESS_FLOOR = 1.0
+"""The same where errors are a decoder's: none counts by more than twice what it would if chances were equal."""
 WITHOUT_GRADIENTS = 1 / 3
 """What a prediction without gradients costs of one with them."""
 PAYS_BELOW = 0.9
@@ -53,6 +58,13 @@ class Selection:
     """How many sequences are tried at each place: the first ones of the batch."""
     taken: tuple[int, ...]
     """How many of these are taken."""
+    as_decoder: bool = False
+    """Whether they are tried by a decoder's pass."""
+
+    @property
+    def floor(self) -> float:
+        """By how much of their mean errors count as larger."""
+        return GUESS_FLOOR if self.as_decoder else FLOOR
 
     @cached_property
     def tried_mask(self) -> Tensor:
@@ -87,13 +99,15 @@ class Selection:
     def save(self) -> dict[str, Any]:
         """For a checkpoint."""
         tensors = {"mean": self.mean.cpu(), "square": self.square.cpu()}
-        return {"places": self.places, "batch": self.batch, "tried": self.tried, "taken": self.taken, **tensors}
+        numbers = {"batch": self.batch, "tried": self.tried, "taken": self.taken, "as_decoder": self.as_decoder}
+        return {"places": self.places, **numbers, **tensors}
 
     @classmethod
     def restore(cls, saved: dict[str, Any], device: torch.device) -> Selection:
         """What `save` gave."""
         mean, square = (saved[name].to(device) for name in ("mean", "square"))
-        return cls(tuple(saved["places"]), saved["batch"], mean, square, tuple(saved["tried"]), tuple(saved["taken"]))
+        places, tried, taken = (tuple(saved[name]) for name in ("places", "tried", "taken"))
+        return cls(places, saved["batch"], mean, square, tried, taken, saved.get("as_decoder", False))
 
 
 class Chosen(NamedTuple):
@@ -116,6 +130,8 @@ class Chosen(NamedTuple):
 def chosen(selection: Selection, start_P: Tensor, budget: int, device: torch.device) -> Chosen:
     """The selection there, in parts of at most `budget` tokens."""
     tried, taken = (list(split(mask, budget)) for mask in (selection.tried_mask, selection.taken_mask))
+    if selection.as_decoder:
+        tried = [selection.tried_mask]
     return Chosen(
         selection,
         tried,
@@ -165,6 +181,25 @@ class Prices:
         variance = self.square @ (self.batch / tried * (1 + 0.25 * (self.carrying * tried / taken) ** 2))
         return float(cost * (variance / self.square.sum()) ** 2) if self.square.sum() > 0 else float(cost)
 
+    def of_guesses(self, _: np.ndarray, taken: np.ndarray) -> float:
+        """The variance, up to a factor, if all are tried and those taken are drawn by a decoder's errors."""
+        return float((self.mean**2 / taken).sum())
+
+    def shared_out(self, take: int) -> tuple[np.ndarray, np.ndarray]:
+        """How many to try and to take at each place if all are tried and `take` taken: at least 1, at most the batch.
+
+        In proportion to the errors over the root of the length: the least variance for what they cost.
+        """
+        wish = self.mean / np.sqrt(self.length) + np.finfo(float).tiny
+        taken = np.ones(len(wish), int)
+        while (left := take - taken.sum()) > 0:
+            room = np.where(taken < self.batch, wish, 0.0)
+            more = np.floor(left * room / room.sum()).astype(int)
+            if not more.any():
+                more[np.argsort(-room)[:left]] = 1
+            taken = np.minimum(taken + more, self.batch)
+        return np.full_like(taken, self.batch), taken
+
     def cheapest(self) -> tuple[np.ndarray, np.ndarray]:
         """How many to try and to take at each place: the best of a grid, in proportions at which the price is stationary."""
         least = -(-self.batch // 16)
@@ -192,14 +227,14 @@ def errors(task: Task, outputs_MK: Tensor, targets_M: Tensor) -> Tensor:
     return miss.norm(dim=1)
 
 
-def chances(errors_BP: Tensor, tried_P: Tensor, taken_P: Tensor) -> Tensor:
+def chances(errors_BP: Tensor, tried_P: Tensor, taken_P: Tensor, floor: float = FLOOR) -> Tensor:
     """(B, P) float64: each tried prediction's chance to be taken. Those of a place add up to its number, none is above 1.
 
     In proportion to the errors, but for those whose chance would be above 1: they are taken in any case.
     """
     error = errors_BP.double()
     number = torch.arange(len(error), device=error.device)[:, None]
-    error = error + FLOOR * error.sum(0) / tried_P + torch.finfo(torch.float32).tiny
+    error = error + floor * error.sum(0) / tried_P + torch.finfo(torch.float32).tiny
     error = torch.where(number < tried_P, error, 0.0)
     largest = error.sort(0, descending=True).values
     left = largest.flip(0).cumsum(0).flip(0)  # the sum of this one and all smaller ones
@@ -226,22 +261,34 @@ def starts(run: Run, step: int, places: int) -> Tensor:
     return torch.from_numpy(rng.random(places))
 
 
-def renewed(old: Selection | None, errors_BP: Tensor | None, places: tuple[int, ...], batch: int) -> Selection | None:
-    """The choice for the next RENEW steps: from old's means, or from the errors of one batch; None if it would not pay."""
+def check_take(take: int, batch: Batch, places: tuple[int, ...]) -> None:
+    """An InputError unless something can be taken at every place, and something left."""
+    most = len(batch.x) * len(places)
+    if not len(places) <= take <= most:
+        raise InputError(
+            f"optim.take is {take}: allowed are {len(places)}, one for each place where a sequence has predictions, to {most}, "
+            "all of a batch."
+        )
+
+
+def renewed(
+    old: Selection | None, errors_BP: Tensor | None, places: tuple[int, ...], batch: int, take: int = 0
+) -> Selection | None:
+    """The choice for the next RENEW steps: from old's means, or from the errors of one batch; None if it would not pay.
+
+    take: so many predictions, by a decoder's errors. Old numbers are kept if they are hardly worse.
+    """
     if old is not None:
         mean, square = old.mean, old.square
     else:
         assert errors_BP is not None
         mean, square = errors_BP.mean(0), errors_BP.square().mean(0)
-
     prices = Prices(np.array(places) + 1.0, mean.double().cpu().numpy(), square.double().cpu().numpy(), batch)
-    tried, taken = prices.cheapest()
-    if prices.of(tried, taken) > PAYS_BELOW:
+    tried, taken = prices.shared_out(take) if take else prices.cheapest()
+    price = prices.of_guesses if take else prices.of
+    if not take and price(tried, taken) > PAYS_BELOW:
         return None
-    if (
-        old is not None
-        and old.batch == batch
-        and prices.of(np.array(old.tried), np.array(old.taken)) < HARDLY_BETTER * prices.of(tried, taken)
-    ):
+    enough = HARDLY_BETTER * price(tried, taken)
+    if old is not None and old.batch == batch and price(np.array(old.tried), np.array(old.taken)) <= enough:
         return old
-    return Selection(places, batch, mean, square, tuple(tried.tolist()), tuple(taken.tolist()))
+    return Selection(places, batch, mean, square, tuple(tried.tolist()), tuple(taken.tolist()), as_decoder=take > 0)

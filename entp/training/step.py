@@ -130,13 +130,15 @@ def _prepare(run: Run, state: State, batch: Batch, device: torch.device, world: 
     if state.mean is not None and state.step == run.start.steps > 0:
         state.model.load_state_dict(state.mean.state_dict())
     renew_whiteners(state.optimizers, run.optim, state.step)
-    other = state.selection is not None and state.selection.batch != len(batch.x)
-    if run.at(state.step).optim.select and (state.step % RENEW == 0 or other):
+    old, optim = state.selection, run.at(state.step).optim
+    due = state.step % RENEW == 0 or (optim.take > 0 and old is None) or (old is not None and old.batch != len(batch.x))
+    if due and (optim.select or optim.take):
         places, found = places_of(batch, run.task), None
-        if state.selection is None:
+        if old is None:
             inputs = _inputs(run, state, batch, device, world)
-            found = _errors(run, state.model, inputs, inputs.parts)[0][:, list(places)]
-        state.selection = renewed(state.selection, found, places, len(batch.x))
+            parts = [torch.from_numpy(batch.y != IGNORE)] if optim.take else inputs.parts
+            found = _errors(run, state.model, inputs, parts, as_decoder=optim.take > 0)[0][:, list(places)]
+        state.selection = renewed(old, found, places, len(batch.x), optim.take)
 
 
 def _inputs(run: Run, state: State, batch: Batch, device: torch.device, world: World, step: int | None = None) -> Inputs:
@@ -161,14 +163,16 @@ def _inputs(run: Run, state: State, batch: Batch, device: torch.device, world: W
 
 def _tables(run: Run, inputs: Inputs) -> list[object]:
     """The tables of all parts, made before a step is recorded."""
-    device, parts = inputs.x.device, inputs.parts
-    if inputs.chosen is not None:
-        parts = inputs.chosen.try_parts + inputs.chosen.take_parts
-    if run.mode == "entp":
-        packings = [pack(part[trim(part)], device) for part in parts]
-    else:
-        packings = [whole_sequences(part.shape[0], part.shape[1], device) for part in parts]
-    return [positions_of(part, device) for part in parts] + [table for p in packings for table in (p, p.tables())]
+    device, by = inputs.x.device, inputs.chosen
+    whole = run.mode != "entp"
+    kinds = [(part, whole) for part in (inputs.parts if by is None else by.take_parts)]
+    if by is not None:
+        kinds += [(part, by.selection.as_decoder) for part in by.try_parts]
+    tables: list[object] = [positions_of(part, device) for part, _ in kinds]
+    for part, whole in kinds:
+        packing = whole_sequences(part.shape[0], part.shape[1], device) if whole else pack(part[trim(part)], device)
+        tables += [packing, packing.tables()]
+    return tables
 
 
 def _update(run: Run, state: State, inputs: Inputs, world: World, stop: bool) -> tuple[Tensor, Tensor, bool]:
@@ -205,18 +209,23 @@ def _gradients(run: Run, model: Transformer, inputs: Inputs) -> tuple[Tensor, di
         loss = loss_sum(run.task, outputs, work.y.flatten().index_select(0, at), weights) / inputs.asked
         sums = _added(sums, torch.autograd.grad(loss, parameters, allow_unused=True))
         total += loss.detach()
-    return total if inputs.chosen is None else estimate, dict(zip(parameters, sums, strict=True))
+    tried = inputs.chosen is not None and not inputs.chosen.selection.as_decoder  # else the parts give an estimate too
+    return estimate if tried else total, dict(zip(parameters, sums, strict=True))
 
 
 @torch.no_grad()
-def _errors(run: Run, model: Transformer, inputs: Inputs, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _errors(
+    run: Run, model: Transformer, inputs: Inputs, parts: list[Tensor], as_decoder: bool = False
+) -> tuple[Tensor, Tensor]:
     """(B, T) the error of each prediction in the parts and its loss, as a share of the batch's; 0 elsewhere."""
+    alone = torch.ones(len(inputs.x), dtype=torch.int32, device=inputs.x.device) if as_decoder else None
     found, losses = (torch.zeros(inputs.y.numel(), device=inputs.y.device) for _ in range(2))
     for part in parts:
         time = part.shape[1]
         at = positions_of(part, inputs.y.device)
         where = at // time * inputs.y.shape[1] + at % time  # parts may end before the last token
-        outputs, targets = forward(model, run, inputs.x[:, :time], part, None), inputs.y.flatten().index_select(0, where)
+        outputs = forward(model, run, inputs.x[:, :time], part, None, alone)
+        targets = inputs.y.flatten().index_select(0, where)
         found.index_copy_(0, where, errors(run.task, outputs, targets).to(found.dtype))
         losses.index_copy_(0, where, loss_rows(run.task, outputs, targets).to(found.dtype) / inputs.asked)
     return found.view(inputs.y.shape), losses.view(inputs.y.shape)
@@ -225,9 +234,10 @@ def _errors(run: Run, model: Transformer, inputs: Inputs, parts: list[Tensor]) -
 @torch.no_grad()
 def _choose(run: Run, model: Transformer, inputs: Inputs, by: Chosen) -> tuple[Work, Tensor]:
     """The predictions that get gradients, and an estimate of the batch's loss: exact if all were tried."""
-    found, losses = (t.index_select(1, by.places) for t in _errors(run, model, inputs, by.try_parts))
+    tried = _errors(run, model, inputs, by.try_parts, by.selection.as_decoder)
+    found, losses = (t.index_select(1, by.places) for t in tried)
     by.selection.note(found, by.tried)
-    chance = chances(found, by.tried, by.taken)
+    chance = chances(found, by.tried, by.taken, by.selection.floor)
     taken = draw(chance, by.tried, by.place, by.turn, by.start)
     one_for = by.selection.batch / by.tried  # each one tried stands for so many
     weights = (one_for[by.place] / chance[taken, by.place]).to(found.dtype)
@@ -287,7 +297,8 @@ class Stepper:
         """Have everything compiled and tuned that steps need on CUDA, without changing anything: their gradients, unused."""
         if self.stream is not None:
             for step in {self.state.step, max(self.state.step, self.run.start.steps)}:
-                batch = self.run.task.batch(self.run.seed, "train", step, self.run.batch_at(step))
+                size, take = self.run.batch_at(step), self.run.at(step).optim.take
+                batch = self.run.task.batch(self.run.seed, "train", step, min(size, take) if take else size)
                 inputs = _inputs(self.run, self.state, batch, self.device, self.world, step)
                 _gradients(self.run.at(step), self.state.model, inputs)
             torch.cuda.synchronize(self.device)

@@ -30,7 +30,7 @@ from entp.training.evaluation import evaluate, some_batches
 from entp.training.folder import check_folder, prepare_folder, read_fork, write_fork
 from entp.training.metrics import MetricsFile, Progress, read_metrics
 from entp.training.optim import make_optimizers
-from entp.training.selection import places_of
+from entp.training.selection import check_take, places_of
 from entp.training.step import State, Stepper, rate_of
 from entp.training.watch import LossWatch, StopSignals
 
@@ -70,10 +70,16 @@ def train(
             raise InputError(f"batch {fewest} is smaller than the {world.size} processes: raise --batch.")
         if run.optim.decay == "seconds" and world.size > 1:
             raise InputError("optim.decay seconds is for one process: several clocks would give several rates. Use steps.")
-        if run.optim.select and world.size > 1:
-            raise InputError("optim.select is for one process: each would have to choose from its own share. Leave it out.")
-        if run.optim.select:
-            places_of(run.task.batch(run.seed, "train", 0, run.batch), run.task)
+        for name in ("select", "take"):
+            if getattr(run.optim, name) and world.size > 1:
+                raise InputError(
+                    f"optim.{name} is for one process: each would have to choose from its own share. Leave it out."
+                )
+        if run.optim.select or run.optim.take:
+            batch = run.task.batch(run.seed, "train", 0, run.batch)
+            places = places_of(batch, run.task)
+            if run.optim.take:
+                check_take(run.optim.take, batch, places)
         check_folder(run, out, resume)
         copied = read_fork(run, Path(fork)) if fork is not None else None
         world.barrier()  # nobody creates the folder before all have looked at it

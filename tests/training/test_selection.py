@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,13 @@ from small_runs import entp as command
 from torch import Tensor
 
 import entp
-from entp.config import OptimConfig, Run, TrainConfig, model_for
+from entp.config import OptimConfig, Run, StartConfig, TrainConfig, model_for
 from entp.errors import InputError
 from entp.tasks.base import IGNORE, Batch
 from entp.tasks.counting import Count3
 from entp.training import checkpoint, selection, step
 from entp.training.distributed import World
+from entp.training.metrics import read_metrics
 from entp.training.selection import Prices, Selection, chances, draw, places_of, renewed, starts
 from entp.training.step import State, Stepper, train_step
 from entp.training.trainer import new_state
@@ -42,10 +45,10 @@ def trained(run: Run, steps: int = 30) -> State:
     return state
 
 
-def chosen_here(taken: tuple[int, ...], run: Run, tried: tuple[int, ...] = (8,) * 6) -> Selection:
+def chosen_here(taken: tuple[int, ...], run: Run, tried: tuple[int, ...] = (8,) * 6, as_decoder: bool = False) -> Selection:
     places = places_of(run.task.batch(0, "train", 0, run.batch), run.task)
     ones = torch.ones(len(places))
-    return Selection(places, run.batch, ones, ones.clone(), tried, taken)
+    return Selection(places, run.batch, ones, ones.clone(), tried, taken, as_decoder)
 
 
 @settings(max_examples=60)
@@ -92,32 +95,38 @@ def test_drawn_by_their_chances_and_none_twice() -> None:
     assert (share - chance).abs().max() < 2 / grid
 
 
+@pytest.mark.parametrize("as_decoder", [False, True], ids=["own errors", "a decoder's errors"])
 @pytest.mark.parametrize("budget", [None, 40])
-def test_the_expected_gradient_is_that_of_all(budget: int | None) -> None:
-    """Exactly: what is drawn changes at finitely many starts, and between them the gradients are averaged by the distance."""
+def test_the_expected_gradient_is_that_of_all(budget: int | None, as_decoder: bool) -> None:
+    """Exactly: what is drawn changes at finitely many starts, and between them the gradients are averaged by the distance.
+
+    Whichever errors it is drawn by. The loss that is reported is that of all where all were tried, else it is on average.
+    """
     run = small_run(optim={"clip": 0.0}, train={"precision": "fp32", "token_budget": budget})
     state, batch = trained(run), run.task.batch(0, "train", 0, run.batch)
     whole, wanted = step._gradients(run, state.model, step._inputs(run, state, batch, CPU, World()))
-    state.selection = chosen_here((1, 2, 3, 1, 4, 5), run)
+    state.selection = chosen_here((1, 2, 3, 1, 4, 5), run, as_decoder=as_decoder)
     inputs = step._inputs(run, state, batch, CPU, World())
     by = inputs.chosen
     assert by is not None
     assert len(by.take_parts) == (1 if budget is None else 4)
-    found, losses = step._errors(run, state.model, inputs, by.try_parts)
-    assert float(losses.sum()) == pytest.approx(float(whole), rel=1e-6)
-    ends = chances(found[:, list(state.selection.places)], by.tried, by.taken).cumsum(0)
+    found, losses = step._errors(run, state.model, inputs, by.try_parts, as_decoder)
+    assert as_decoder != (float(losses.sum()) == pytest.approx(float(whole), rel=1e-6))
+    ends = chances(found[:, list(state.selection.places)], by.tried, by.taken, state.selection.floor).cumsum(0)
     cuts = torch.cat([torch.zeros(1), ends.flatten() % 1, torch.ones(1)]).double().unique()
     mean: dict[Tensor, Tensor] = {}
-    spread = 0.0
+    spread, mean_loss = 0.0, 0.0
     for low, high in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
         by.start.fill_((low + high) / 2)
         total, gradients = step._gradients(run, state.model, inputs)
-        assert float(total) == pytest.approx(float(whole), rel=1e-6)  # the loss that is reported is that of all
+        assert as_decoder or float(total) == pytest.approx(float(whole), rel=1e-6)
+        mean_loss += (high - low) * float(total)
         for p, g in gradients.items():
             if g is not None:
                 mean[p] = mean.get(p, torch.zeros_like(p)) + (high - low) * g
         spread = max(spread, max(float((g - wanted[p]).norm()) for p, g in gradients.items() if g is not None))
     size = max(float(g.norm()) for g in wanted.values() if g is not None)
+    assert mean_loss == pytest.approx(float(whole), rel=1e-5)
     assert spread > 0.1 * size  # single draws differ from it
     for p, g in wanted.items():
         if g is not None:
@@ -141,6 +150,55 @@ def test_those_tried_stand_for_all() -> None:
     assert max(losses) > 1.001 * min(losses)
     for p, g in mean.items():
         assert (g - wanted[p]).norm() < 1e-6 * max(1.0, float(wanted[p].norm()))
+
+
+def test_errors_of_a_decoder_are_those_of_its_mode() -> None:
+    run = small_run(train={"precision": "fp32"})
+    state, batch = trained(run), run.task.batch(0, "train", 0, run.batch)
+    for p in state.model.parameters():
+        p.data *= 8  # so that it matters what is seen
+    inputs = step._inputs(run, state, batch, CPU, World())
+    at = torch.from_numpy(batch.y != IGNORE)
+    found, losses = step._errors(run, state.model, inputs, [at], as_decoder=True)
+    outputs, targets = state.model(inputs.x, "decoder", at=at).detach(), inputs.y[at]
+    miss = outputs.softmax(-1) - torch.nn.functional.one_hot(targets, outputs.shape[-1])
+    assert (found[at] - miss.norm(dim=1)).abs().max() < 1e-6
+    loss = torch.nn.functional.cross_entropy(outputs, targets)
+    assert float(losses.sum()) == pytest.approx(float(loss), rel=1e-6)
+    assert float((found - step._errors(run, state.model, inputs, [at])[0]).abs().max()) > 0.01
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 99), st.data())
+def test_predictions_shared_out(batch: int, places: int, seed: int, data: Any) -> None:
+    """As many as asked for, at least one at each place, and no other place deserves the last one much more."""
+    take = data.draw(st.integers(places, places * batch))
+    prices = prices_of(some_errors(batch, places, seed), tuple(range(3, 3 + places)))
+    tried, taken = prices.shared_out(take)
+    assert (tried == batch).all()
+    assert taken.sum() == take
+    assert (taken >= 1).all()
+    assert (taken <= batch).all()
+    wish = prices.mean / np.sqrt(prices.length)
+    for more, less in itertools.permutations(range(places), 2):
+        if taken[less] > 1 and taken[more] < batch:
+            assert wish[more] / (taken[more] + 1) <= 1.0001 * wish[less] / (taken[less] - 1)
+
+
+def test_counts_by_a_decoders_errors_are_kept_while_they_are_good_enough() -> None:
+    places, errors = (3, 4, 5), torch.tensor([[0.1, 0.2, 0.4]]).expand(64, 3)
+    first = renewed(None, errors, places, 64, take=30)
+    assert first is not None
+    assert first.as_decoder
+    assert first.tried == (64, 64, 64)
+    assert first.taken[0] < first.taken[1] < first.taken[2]
+    assert renewed(first, None, places, 64, take=30) is first
+    first.mean[0] = 1.0
+    second = renewed(first, None, places, 64, take=30)
+    assert second is not None
+    assert second.mean is first.mean
+    assert second.taken[0] > 2 * first.taken[0]
+    assert sum(second.taken) == 30
 
 
 def test_kernels_give_the_same_gradients_of_the_same_choice() -> None:
@@ -265,6 +323,13 @@ def selecting_run(**changes: Any) -> Run:
     return small_run(optim={"select": True, **changes.pop("optim", {})}, steps=12, **changes)
 
 
+def taking_run(**changes: Any) -> Run:
+    return small_run(optim={"take": 20, **changes.pop("optim", {})}, steps=12, **changes)
+
+
+KINDS = pytest.mark.parametrize("choosing_run", [selecting_run, taking_run])
+
+
 @pytest.fixture
 def early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Selection that begins at once, with half of what it would take, and is renewed every 4 steps."""
@@ -274,11 +339,12 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Prices, "cheapest", lambda self: tuple(-(-numbers // 2) for numbers in cheapest(self)))
 
 
+@KINDS
 @pytest.mark.usefixtures("early")
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    whole = entp.train(selecting_run(), tmp_path / "whole", device="cpu", quiet=True)
-    entp.train(selecting_run(train={"max_seconds": 1e-9}), tmp_path / "parts", device="cpu", quiet=True)
-    parts = entp.train(selecting_run(), tmp_path / "parts", device="cpu", quiet=True, resume=True)
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(choosing_run: Callable[..., Run], tmp_path: Path) -> None:
+    whole = entp.train(choosing_run(), tmp_path / "whole", device="cpu", quiet=True)
+    entp.train(choosing_run(train={"max_seconds": 1e-9}), tmp_path / "parts", device="cpu", quiet=True)
+    parts = entp.train(choosing_run(), tmp_path / "parts", device="cpu", quiet=True, resume=True)
     assert parts.step == whole.step == 12
     a, b = (entp.load(tmp_path / name, "last").state_dict() for name in ("whole", "parts"))
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -319,7 +385,39 @@ def test_it_learns_as_the_plain_run_does(tmp_path: Path, monkeypatch: pytest.Mon
     assert losses[True] < 2 * losses[False] + 1e-3
 
 
+def test_taking_some_after_a_start_learns_what_all_teach(tmp_path: Path) -> None:
+    """A decoder first; then, of 128 sequences a step, the gradients of as many predictions as 8 sequences have."""
+    task = Count3(seed_length=2, length=6, values=6)
+    run = Run(
+        task,
+        model_for(task, "small", layers=2, heads=2, width=32),
+        steps=500,
+        batch=128,
+        optim=OptimConfig(max_lr=2e-3, min_lr=2e-4, warmup=20, decay_steps=250, take=8 * 4),
+        train=TrainConfig(eval_every=250, eval_batches=1, checkpoint_every=250),
+        start=StartConfig(steps=250, mode="prefixes", batch=32, max_lr=1e-2),
+    )
+    result = entp.train(run, tmp_path, device="cpu", quiet=True)
+    assert result.metrics["sequence_accuracy"] == 1.0
+    first, last = (row["loss"] for row in read_metrics(tmp_path) if row["kind"] == "eval")
+    assert last < 0.2 * first
+    saved = checkpoint.read_trainer(checkpoint.newest(tmp_path))["selection"]
+    kept = Selection.restore(saved, CPU)
+    assert kept.as_decoder
+    assert sum(kept.taken) == 32
+
+
 def test_only_where_it_makes_sense(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"optim\.take is for mode entp"):
+        small_run(mode="decoder", optim={"take": 20})
+    for optim in ({"take": -1}, {"take": 20, "select": True}):
+        with pytest.raises(InputError, match=r"without optim\.select, or 0"):
+            small_run(optim=optim)
+    for take, allowed in ((5, "6, one for each place"), (49, "to 48, all of a batch")):
+        done = command("train", "count3", *FLAGS, "--batch=8", f"--optim.take={take}", "--out=few", cwd=tmp_path)
+        assert done.returncode == 2
+        assert allowed in done.stderr
+        assert not (tmp_path / "few").exists()
     with pytest.raises(InputError, match=r"optim\.select is for mode entp"):
         small_run(mode="decoder", optim={"select": True})
     done = command("train", "count3", *FLAGS, "--mode=decoder", "--optim.select", cwd=tmp_path)
@@ -338,13 +436,14 @@ def test_only_where_it_makes_sense(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@KINDS
 @pytest.mark.usefixtures("early")
-def test_recorded_steps_choose_as_plain_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_steps_choose_as_plain_ones_do(choosing_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers are decided in steps 0 and 8: there is time to record a step with either."""
     monkeypatch.setattr(step, "RENEW", 8)
     found = []
     for graph in (True, False):
-        run = selecting_run(train={"precision": "fp32", "graph": graph})
+        run = choosing_run(train={"precision": "fp32", "graph": graph})
         state = new_state(run, torch.device("cuda"))
         stepper = Stepper(run, state, torch.device("cuda"), World())
         values = []

@@ -33,7 +33,7 @@ START_STEPS, AFTER_STEPS = 140_000, 20_000
 LONG_RATE = 1e-3
 """Of four rates 2e-3 is the best for a start of 16,000 steps (docs/LOG.md); this one is longer."""
 LONG_WHITEN = 1000
-"""New whiteners take as long as 30 of a decoder's steps on an H200; with new ones every 300 steps that was a tenth."""
+"""Chosen to save time, and too many: whiteners of that age cost more than new ones would (docs/LOG.md)."""
 FAST_SECONDS = 1000.0
 """For decoders: no less than ENTP after a decoder took on one H200."""
 

@@ -261,9 +261,9 @@ def starts(run: Run, step: int, places: int) -> Tensor:
     return torch.from_numpy(rng.random(places))
 
 
-def check_take(take: int, batch: Batch, places: tuple[int, ...]) -> None:
-    """An InputError unless something can be taken at every place, and something left."""
-    most = len(batch.x) * len(places)
+def check_take(take: int, batch: int, places: tuple[int, ...]) -> None:
+    """An InputError unless so many can be taken of a batch, at least one at every place."""
+    most = batch * len(places)
     if not len(places) <= take <= most:
         raise InputError(
             f"optim.take is {take}: allowed are {len(places)}, one for each place where a sequence has predictions, to {most}, "

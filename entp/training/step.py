@@ -164,8 +164,7 @@ def _inputs(run: Run, state: State, batch: Batch, device: torch.device, world: W
 def _tables(run: Run, inputs: Inputs) -> list[object]:
     """The tables of all parts, made before a step is recorded."""
     device, by = inputs.x.device, inputs.chosen
-    whole = run.mode != "entp"
-    kinds = [(part, whole) for part in (inputs.parts if by is None else by.take_parts)]
+    kinds = [(part, run.mode != "entp") for part in (inputs.parts if by is None else by.take_parts)]
     if by is not None:
         kinds += [(part, by.selection.as_decoder) for part in by.try_parts]
     tables: list[object] = [positions_of(part, device) for part, _ in kinds]
@@ -298,7 +297,9 @@ class Stepper:
         if self.stream is not None:
             for step in {self.state.step, max(self.state.step, self.run.start.steps)}:
                 size, take = self.run.batch_at(step), self.run.at(step).optim.take
-                batch = self.run.task.batch(self.run.seed, "train", step, min(size, take) if take else size)
+                batch = self.run.task.batch(self.run.seed, "train", step, size)
+                if take:  # as many sequences as have so many predictions
+                    batch = batch.part(0, max(1, int((batch.y != IGNORE).sum()) // take))
                 inputs = _inputs(self.run, self.state, batch, self.device, self.world, step)
                 _gradients(self.run.at(step), self.state.model, inputs)
             torch.cuda.synchronize(self.device)

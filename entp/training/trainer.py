@@ -76,10 +76,9 @@ def train(
                     f"optim.{name} is for one process: each would have to choose from its own share. Leave it out."
                 )
         if run.optim.select or run.optim.take:
-            batch = run.task.batch(run.seed, "train", 0, run.batch)
-            places = places_of(batch, run.task)
+            places = places_of(run.task.batch(run.seed, "train", 0, run.batch), run.task)
             if run.optim.take:
-                check_take(run.optim.take, batch, places)
+                check_take(run.optim.take, min(run.batch, run.batch_at(run.steps)), places)
         check_folder(run, out, resume)
         copied = read_fork(run, Path(fork)) if fork is not None else None
         world.barrier()  # nobody creates the folder before all have looked at it

@@ -418,6 +418,9 @@ def test_only_where_it_makes_sense(tmp_path: Path) -> None:
         assert done.returncode == 2
         assert allowed in done.stderr
         assert not (tmp_path / "few").exists()
+    fewer = small_run(batch=8, steps=9, optim={"take": 20, "late_batch": 3, "late_at": 4})
+    with pytest.raises(InputError, match="to 18, all of a batch"):
+        entp.train(fewer, tmp_path / "fewer", device="cpu", quiet=True)
     with pytest.raises(InputError, match=r"optim\.select is for mode entp"):
         small_run(mode="decoder", optim={"select": True})
     done = command("train", "count3", *FLAGS, "--mode=decoder", "--optim.select", cwd=tmp_path)
@@ -446,6 +449,7 @@ def test_recorded_steps_choose_as_plain_ones_do(choosing_run: Callable[..., Run]
         run = choosing_run(train={"precision": "fp32", "graph": graph})
         state = new_state(run, torch.device("cuda"))
         stepper = Stepper(run, state, torch.device("cuda"), World())
+        stepper.warm_up()
         values = []
         for number in range(16):
             loss, norm, _ = stepper(run.task.batch(0, "train", number, run.batch))

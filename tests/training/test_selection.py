@@ -201,13 +201,14 @@ def test_counts_by_a_decoders_errors_are_kept_while_they_are_good_enough() -> No
     assert sum(second.taken) == 30
 
 
-def test_kernels_give_the_same_gradients_of_the_same_choice() -> None:
+@pytest.mark.parametrize("as_decoder", [False, True], ids=["own errors", "a decoder's errors"])
+def test_kernels_give_the_same_gradients_of_the_same_choice(as_decoder: bool) -> None:
     """As rows of one prefix each, which is what the kernels see of a choice."""
     found = []
     for impl in ("packed", "triton"):
         run = small_run(train={"precision": "fp32", "impl": impl})
         state = trained(small_run(), 3)
-        state.selection = chosen_here((1, 2, 3, 1, 4, 5), run)
+        state.selection = chosen_here((1, 2, 3, 1, 4, 5), run, as_decoder=as_decoder)
         inputs = step._inputs(run, state, run.task.batch(0, "train", 0, run.batch), CPU, World())
         loss, gradients = step._gradients(run, state.model, inputs)
         found.append([loss, *(g for g in gradients.values() if g is not None)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -294,13 +294,13 @@ class Stepper:
 
     def warm_up(self) -> None:
         """Have everything compiled and tuned that steps need on CUDA, without changing anything: their gradients, unused."""
+        plain = replace(self.state, selection=None)  # a choice would note the errors it sees
         if self.stream is not None:
             for step in {self.state.step, max(self.state.step, self.run.start.steps)}:
-                size, take = self.run.batch_at(step), self.run.at(step).optim.take
-                batch = self.run.task.batch(self.run.seed, "train", step, size)
-                if take:  # as many sequences as have so many predictions
+                batch = self.run.task.batch(self.run.seed, "train", step, self.run.batch_at(step))
+                if take := self.run.at(step).optim.take:  # as many sequences as have so many predictions
                     batch = batch.part(0, max(1, int((batch.y != IGNORE).sum()) // take))
-                inputs = _inputs(self.run, self.state, batch, self.device, self.world, step)
+                inputs = _inputs(self.run, plain, batch, self.device, self.world, step)
                 _gradients(self.run.at(step), self.state.model, inputs)
             torch.cuda.synchronize(self.device)
 

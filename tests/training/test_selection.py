@@ -457,6 +457,10 @@ def test_recorded_steps_choose_as_plain_ones_do(choosing_run: Callable[..., Run]
             values.append((float(loss), float(norm)))
             state.step += 1
         assert bool(stepper.graphs) == graph
+        assert state.selection is not None
+        before = state.selection.mean.clone()
+        stepper.warm_up()  # as a run that goes on from here does
+        assert torch.equal(state.selection.mean, before)
         found.append((np.array(values), [p.detach().clone() for p in state.model.parameters()]))
     (a, weights), (b, others) = found
     assert a == pytest.approx(b, rel=1e-4)

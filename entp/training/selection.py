@@ -150,8 +150,8 @@ def places_of(batch: Batch, task: Task) -> tuple[int, ...]:
     asked = batch.y != IGNORE
     if batch.lengths is not None or not (asked == asked[0]).all():
         raise InputError(
-            f"optim.select needs predictions at the same places of every sequence, without padding, and {task.name} does "
-            "not have them: leave it out."
+            "optim.select and optim.take need predictions at the same places of every sequence, without padding, and "
+            f"{task.name} does not have them: leave them out."
         )
     return tuple(np.flatnonzero(asked[0]).tolist())
 

@@ -427,9 +427,11 @@ def test_only_where_it_makes_sense(tmp_path: Path) -> None:
     done = command("train", "count3", *FLAGS, "--mode=decoder", "--optim.select", cwd=tmp_path)
     assert done.returncode == 2
     assert "optim.select is for mode entp" in done.stderr
-    done = command("train", "addition", "--steps=1", "--optim.select", "--out=sums", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "and addition does not have them" in done.stderr
+    for choosing in ("--optim.select", "--optim.take=100"):
+        done = command("train", "addition", "--steps=1", choosing, "--out=sums", cwd=tmp_path)
+        assert done.returncode == 2
+        assert "optim.select and optim.take need predictions at the same places" in done.stderr
+        assert "and addition does not have them" in done.stderr
     assert not (tmp_path / "sums").exists()
     batch = TASK.batch(0, "train", 0, 3)
     y = batch.y.copy()

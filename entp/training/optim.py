@@ -21,7 +21,7 @@ DAMPING = 3e-3
 """What is added to these products' eigenvalues, of their mean: noise is not blown up."""
 SMALLEST = 1e-5
 """The smallest eigenvalue that is whitened in full, of the products' norm."""
-QUICK_FROM = 1e-3
+QUICK_FROM = 1e-2
 """Where no eigenvalue is smaller than that, three digits are enough to go on with."""
 
 

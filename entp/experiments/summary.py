@@ -69,9 +69,10 @@ def _learning(panel: Any, count3: dict[str, Any], loop: float | None) -> None:
         told = f"ENTP, the authors' run\nat the loop's {loop:.2f} s a step"
         panel.plot(minutes, right, color="0.6", linewidth=2, zorder=0, label=told)
     panel.set(xscale="log", ylim=(-0.03, 1.03), title="learning Count3 (64 integers, medium)")
+    panel.set_xlim(left=0.03)  # room for the legend: before the first minute nobody has anything right
     device = _fast(count3)[0]["environment"]["device"]
     panel.set(xlabel=f"minutes of training on one {device}", ylabel="validation sequences right (share)")
-    panel.legend(fontsize=7, loc="upper left")
+    panel.legend(fontsize=7, loc="center left")
 
 
 def _depths(panel: Any, depth: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from entp.engine import packed, reference
 from entp.engine.budget import default_token_budget
 from entp.engine.flops import engine_flops
 from entp.experiments import RECIPES
+from entp.training.checkpoint import load_run
 
 ROOT = Path(__file__).parent.parent
 DOCS = [path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if path.exists()]
@@ -140,6 +141,16 @@ def test_a_task_in_30_lines_works_as_written(tmp_path: Path) -> None:
     assert "step 20" in trained
     assert "128 sequences of test" in measured
     assert "sequence_accuracy" in measured
+
+
+def test_the_quick_training_works_as_written(tmp_path: Path) -> None:
+    """The commands of docs/training.md, the first with fewer steps; all three parts take part in it."""
+    train, evaluate = code_block(ROOT / "docs" / "training.md", "sh").splitlines()
+    assert "step 6," in run_command(f"{train} --steps 6 --start.steps 4 --train.eval-batches 1", tmp_path)
+    run = load_run(tmp_path / "runs" / "quick")
+    assert (run.at(0).mode, run.at(0).batch, run.start.mode) == ("decoder", 64, "prefixes")
+    assert (run.optim.name, run.optim.whiten, run.optim.take, run.batch, run.steps) == ("muon", 10, 128, 128, 6)
+    assert "4096 sequences of test" in run_command(evaluate, tmp_path)
 
 
 def run_command(line: str, folder: Path) -> str:

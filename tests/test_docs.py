@@ -146,7 +146,7 @@ def test_a_task_in_30_lines_works_as_written(tmp_path: Path) -> None:
 def test_the_quick_training_works_as_written(tmp_path: Path) -> None:
     """The commands of docs/training.md, the first with fewer steps; all three parts take part in it."""
     train, evaluate = code_block(ROOT / "docs" / "training.md", "sh").splitlines()
-    assert "step 6," in run_command(f"{train} --steps 6 --start.steps 4 --train.eval-batches 1", tmp_path)
+    assert "step 6," in run_command(f"{train} --steps 6 --start.steps 4 --optim.warmup 2 --train.eval-batches 1", tmp_path)
     run = load_run(tmp_path / "runs" / "quick")
     assert (run.at(0).mode, run.at(0).batch, run.start.mode) == ("decoder", 64, "prefixes")
     assert (run.optim.name, run.optim.whiten, run.optim.take, run.batch, run.steps) == ("muon", 10, 128, 128, 6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,13 @@ def small_run(**changes: Any) -> Run:
 def environment() -> dict[str, str]:
     """One thread per process, so that tests side by side do not fight for cores."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+
+def yardstick() -> float:
+    """Seconds that this machine takes just now to add up six million squares: what a limit of time is a multiple of."""
+    start = time.process_time()
+    sum(i * i for i in range(6_000_000))
+    return time.process_time() - start
 
 
 def run_python(*words: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:

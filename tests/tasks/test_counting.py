@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_runs import yardstick
 
 from entp import InputError
 from entp.tasks import IGNORE, Batch, Task, task_class
@@ -143,12 +144,13 @@ def test_shares_partition_the_batch(size: int, world: int, padded: bool) -> None
 
 
 def test_count3_makes_20000_sequences_a_second() -> None:
-    task, seconds = Count3(), []
+    """On a machine whose yardstick is half a second, and in proportion on others; 22 to 27 batches in it measured."""
+    task, seconds, yard = Count3(), [], yardstick()
     for step in range(8):
         start = time.process_time()
         task.batch(0, "train", step, 1024)
         seconds.append(time.process_time() - start)
-    assert 1024 / min(seconds) >= 20_000
+    assert min(seconds) < (yard + yardstick()) / 2 / 10
 
 
 def test_draw_shows_inputs_above_targets() -> None:

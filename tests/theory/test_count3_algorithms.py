@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_runs import yardstick
 
 from entp import InputError
 from entp.theory import tradeoff
@@ -230,13 +231,6 @@ def test_measuring_again_gives_the_same(result: dict[str, Any]) -> None:
     again = tradeoff.measure([64, 90, 256], seed=3)
     assert (again["rows"], again["fits"]) == (result["rows"], result["fits"])
     assert tradeoff.measure([64, 90], seed=4)["rows"] != tradeoff.measure([64, 90], seed=3)["rows"]
-
-
-def yardstick() -> float:
-    """Seconds that this machine takes just now to add up six million squares."""
-    start = time.process_time()
-    sum(i * i for i in range(6_000_000))
-    return time.process_time() - start
 
 
 def test_the_papers_lengths_are_quick_and_have_the_exponents() -> None:

@@ -138,7 +138,7 @@ def test_write_file_keeps_the_old_content_when_the_disk_is_full(tmp_path: Path) 
         "try: write_file(Path(sys.argv[1]), b'x' * 5000)\n"
         "except OSError: sys.exit(7)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], env=environment(), timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code, str(path)], env=environment(), timeout=300, check=False)
     assert done.returncode == 7
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]

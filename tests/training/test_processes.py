@@ -38,7 +38,7 @@ def evaluations(out: Path) -> list[dict[str, float]]:
 
 def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
     """Until metrics.jsonl has that step, or the process is gone."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while time.monotonic() < end and process.poll() is None:
         rows = read_metrics(out)
         if rows and rows[-1]["step"] >= step:
@@ -48,7 +48,7 @@ def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.slow
 def test_killed_at_random_moments_and_resumed_equals_one_run(tmp_path: Path) -> None:
-    words = [*TRAIN, "--steps=60", "--train.checkpoint-every=3"]
+    words = [*TRAIN, "--steps=100", "--train.checkpoint-every=3"]
     assert entp(*words, "--out=whole", cwd=tmp_path).returncode == 0
     rng = random.Random(0)
     kills = 0
@@ -59,7 +59,7 @@ def test_killed_at_random_moments_and_resumed_equals_one_run(tmp_path: Path) -> 
         time.sleep(rng.random() * 0.05)
         kills += process.poll() is None
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     assert kills >= 3  # it really was killed in the middle
     done = entp(*words, "--out=cut", "--resume", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -74,7 +74,7 @@ def test_a_signal_saves_and_says_so(tmp_path: Path, number: signal.Signals) -> N
     process = start_entp(*words, cwd=tmp_path)
     wait_for_step(tmp_path / "run", 3, process)
     process.send_signal(number)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 128 + number
     assert f"stopped by {number.name} and saved; continue with --resume" in stdout
     assert "Traceback" not in stderr

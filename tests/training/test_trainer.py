@@ -159,27 +159,27 @@ def test_training_stops_when_its_time_is_over_and_goes_on_with_more(tmp_path: Pa
     run = small_run(steps=10**6, train={"max_seconds": 1.0, "eval_every": 10**5})
     result = entp.train(run, tmp_path / "run", device="cpu", quiet=True)
     assert result.reason == "1 seconds are over"
-    assert 1 <= result.seconds < 5
-    assert 1 < result.step < 10**6
+    assert 1 <= result.seconds < 30
+    assert 1 <= result.step < 10**6
     assert result.metrics["n"] == 16  # measured at the end, as any run
     again = entp.train(run, tmp_path / "run", device="cpu", quiet=True, resume=True)
     assert (again.step, again.reason) == (result.step, "1 seconds are over")  # nothing left to do
-    longer = replace(run, train=replace(run.train, max_seconds=1.5))
+    longer = replace(run, train=replace(run.train, max_seconds=result.seconds + 0.5))
     more = entp.train(longer, tmp_path / "run", device="cpu", quiet=True, resume=True)
     assert more.step > result.step
-    assert 1.5 <= more.seconds < 5
+    assert result.seconds + 0.5 <= more.seconds < 60
 
 
 def test_a_rate_that_follows_the_clock(tmp_path: Path) -> None:
-    run = small_run(steps=10**6, optim={"decay": "seconds", "warmup": 3}, train={"max_seconds": 1.5, "log_every": 1})
+    run = small_run(steps=10**6, optim={"decay": "seconds", "warmup": 1}, train={"max_seconds": 3.0, "log_every": 1})
     entp.train(run, tmp_path / "run", device="cpu", quiet=True)
     rows = [row for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
-    rates = [row["lr"] for row in rows][3:]
+    rates = [row["lr"] for row in rows][1:]
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] < rates[0]
-    assert rows[-1]["seconds"] >= 1.5
+    assert rows[-1]["seconds"] >= 3
     for before, row in pairwise(rows):  # a step's rate is that of the time at which it began
-        expected = learning_rate(run.optim, row["step"] - 1, before["seconds"] / 1.5)
+        expected = learning_rate(run.optim, row["step"] - 1, before["seconds"] / 3)
         assert row["lr"] == pytest.approx(expected, abs=3e-6)  # seconds are written with three digits
 
 

@@ -114,14 +114,20 @@ def _row(recipe: Recipe, label: str, arm: dict[str, Any], told: set[str], alone:
 
 
 def _where(ran: dict[str, Any]) -> str:
-    """Devices, versions and commits of all runs, each named once."""
+    """Devices, versions and commits of all runs, each named once, and which arms shared the device, if not all did."""
     places = [run["environment"] for arm in ran.values() for run in arm["runs"]]
 
     def each(key: str, length: int | None = None) -> str:
         return ", ".join(sorted({str(place[key])[:length] for place in places}))
 
-    shared = sorted({run.get("final", {}).get("trained_side_by_side", 1) for arm in ran.values() for run in arm["runs"]} - {1})
-    told = f", {' or '.join(map(str, shared))} runs at a time" if shared else ""
+    shared: dict[int, list[str]] = {}
+    for label, arm in ran.items():
+        for runs in {run.get("final", {}).get("trained_side_by_side", 1) for run in arm["runs"]} - {1}:
+            shared.setdefault(runs, []).append(label)
+    told = "".join(
+        f", {runs} runs at a time" + ("" if len(labels) == len(ran) else f" ({'; '.join(labels)})")
+        for runs, labels in sorted(shared.items())
+    )
     return f"On {each('device')}{told}; torch {each('torch')}; commits {each('commit', 7)}; {each('date', 10)}."
 
 

@@ -88,6 +88,11 @@ def test_a_row_holds_what_its_arm_measured(tmp_path: Path) -> None:
     arm["runs"][0]["final"]["trained_side_by_side"] = 4
     (tmp_path / "results" / "count3.json").write_text(json.dumps({**found, "recipe": "count3"}))
     assert ", 4 runs at a time; torch" in page(tmp_path / "results", tmp_path / "page.md")
+    other = json.loads(json.dumps(arm))
+    other["runs"][0]["final"]["trained_side_by_side"] = 1
+    found["arms"]["prefix decoder medium"] = other  # not all arms shared the device: those that did are named
+    (tmp_path / "results" / "count3.json").write_text(json.dumps({**found, "recipe": "count3"}))
+    assert ", 4 runs at a time (ENTP medium); torch" in page(tmp_path / "results", tmp_path / "page.md")
 
 
 @pytest.mark.parametrize(

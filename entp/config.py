@@ -215,6 +215,8 @@ class StartConfig:
     """Sequences per step in them. 0: as many as later."""
     max_lr: float = 0.0
     """Their learning rate after the warm-up, which falls to optim.max_lr at their end. 0: that all along."""
+    even: bool = False
+    """Mode prefixes: every length counts alike. Without it the first of n lengths counts a n-th of the last at their end."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "start.")
@@ -293,6 +295,8 @@ class Run:
             problems.append(f"start.steps {start.steps} must be above optim.warmup {optim.warmup}, which is part of them")
         if 0 < start.max_lr < optim.max_lr:
             problems.append(f"optim.max_lr {optim.max_lr:g} is above start.max_lr {start.max_lr:g}: swapped?")
+        if start.even and start.mode != "prefixes":
+            problems.append(f"start.even is for start.mode prefixes, not {start.mode}, where every length counts alike anyway")
         if optim.decay == "seconds":
             problems.append("start.steps needs optim.decay steps: by the clock there is one schedule")
         return problems

@@ -281,6 +281,7 @@ OTHER_VALUES = {
     "train.mirror": "wandb",
     "start.steps": 600,
     "start.mode": "prefix",
+    "start.even": True,
 }
 """Another allowed value of each field to which 1 cannot be added."""
 TOGETHER = {
@@ -293,6 +294,7 @@ TOGETHER = {
     "start.mode": [("start.steps", 600)],
     "start.batch": [("start.steps", 600)],
     "start.max_lr": [("start.steps", 600)],
+    "start.even": [("start.steps", 600), ("start.mode", "prefixes")],
 }
 FIXED_BY_THE_TASK = {"model.vocab", "model.input_dim", "model.outputs"}
 

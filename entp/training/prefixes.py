@@ -22,7 +22,8 @@ class Drawn(NamedTuple):
     prefix: Tensor
     """(B,) int32: how many first tokens see each other."""
     weights: Tensor
-    """(B, T) fp32: what each prediction counts, 0 or the same number; over the batch they add up to its targets."""
+    """(B, T) fp32: what each prediction counts, 0 or the same number, with start.even one for each length; over the batch they
+    add up to its targets."""
 
     def part(self, rank: int, world: int) -> Drawn:
         """The share of one of `world` processes, as Batch.part gives it."""
@@ -40,9 +41,11 @@ def draw_prefixes(run: Run, step: int, batch: Batch, chance: float) -> Drawn:
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence((run.seed, len(SPLITS) + 1, step))))
     where, whether = rng.random((2, len(batch.y)))
     asked = batch.y != IGNORE
-    number = np.floor(where * asked.sum(1)).astype(int)  # 0, 1, ...: which of the sequence's predictions comes first
-    place = np.argmax(asked & (np.cumsum(asked, 1) == number[:, None] + 1), 1)
-    place = np.where(whether < chance, place, 0)
-    counted = asked & (np.arange(asked.shape[1]) >= place[:, None])
-    weights = counted * np.float32(asked.sum() / max(1, counted.sum()))
+    number, total = np.cumsum(asked, 1), asked.sum(1, keepdims=True)
+    first = np.floor(where[:, None] * total).astype(int) + 1  # 1, 2, ...: which of the sequence's predictions
+    place = np.where(whether < chance, np.argmax(asked & (number == first), 1), 0)
+    weights = (asked & (np.arange(asked.shape[1]) >= place[:, None])).astype(float)
+    if run.start.even:
+        weights /= 1 - chance + chance * number.clip(1) / total.clip(1)  # how likely each prediction counts
+    weights *= asked.sum() / max(1, weights.sum())
     return Drawn(torch.from_numpy(place.astype(np.int32) + 1), torch.from_numpy(weights.astype(np.float32)))

@@ -130,6 +130,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"unknown start\.mode 'encoder': allowed are entp, decoder, prefix, prefixes",
     ),
     "warm-up": ({"start": {"steps": 3}}, r"start\.steps 3 must be above optim\.warmup 3"),
+    "even": ({"start": {"steps": 9, "even": True}}, r"start\.even is for start\.mode prefixes, not decoder"),
     "rates": ({"start": {"steps": 9, "max_lr": 1e-5}}, r"optim\.max_lr 0\.003 is above start\.max_lr 1e-05"),
     "clock": (
         {"start": {"steps": 9}, "optim": {"decay": "seconds"}, "train": {"max_seconds": 3.0}},
@@ -180,6 +181,36 @@ def test_drawn_prefixes_end_at_every_prediction_alike() -> None:
     assert not torch.equal(other.prefix, prefix)
 
 
+@pytest.mark.parametrize("chance", [0.0, 0.4, 1.0])
+def test_every_length_counts_alike_if_asked_for(chance: float) -> None:
+    """Summed over many sequences; without the option the first of them counts 1 - chance + chance / n of the last."""
+    run = started(start=StartConfig(steps=6, mode="prefixes", even=True))
+    plain = replace(run, start=replace(run.start, even=False))
+    batch = run.task.batch(0, "train", 0, 20_000)
+    asked = batch.y != IGNORE
+    n = int(asked[0].sum())
+    (prefix, weights), (same_prefix, uneven) = (draw_prefixes(r, 7, batch, chance) for r in (run, plain))
+    assert torch.equal(prefix, same_prefix)
+    assert torch.equal(weights > 0, uneven > 0)
+    assert float(weights.sum()) == pytest.approx(asked.sum(), rel=1e-4)
+    share, before = (w.numpy()[asked].reshape(-1, n).mean(0) for w in (weights, uneven))
+    assert share == pytest.approx(np.ones(n), abs=0.05)
+    assert before[0] / before[-1] == pytest.approx(1 - chance + chance / n, rel=0.05)
+
+
+def test_sequences_of_different_lengths_count_alike_too() -> None:
+    run = started(start=StartConfig(steps=6, mode="prefixes", even=True))
+    batch = run.task.batch(0, "train", 0, 20_000)
+    batch.y[:10_000, -1] = IGNORE
+    batch.y[0] = IGNORE  # nothing is asked of this one
+    _, weights = draw_prefixes(run, 7, batch, 1.0)
+    asked = batch.y != IGNORE
+    assert float(weights[0].sum()) == 0
+    for half in (slice(1, 10_000), slice(10_000, None)):
+        share = weights.numpy()[half].sum(0)[asked[half].any(0)] / asked[half].sum(0).max()
+        assert share == pytest.approx(np.ones(len(share)), abs=0.07)
+
+
 def test_the_chance_of_a_prefix_rises_to_one() -> None:
     run = started(start=StartConfig(steps=6, mode="prefixes"))
     assert [run.prefix_chance(n) for n in (0, 2, 3, 4, 5, 6, 9)] == pytest.approx([0, 0, 0, 1 / 3, 2 / 3, None, None])
@@ -192,23 +223,27 @@ def test_the_chance_of_a_prefix_rises_to_one() -> None:
     assert float((half > 1).float().mean()) == pytest.approx(0.5, abs=0.05)
 
 
-def test_a_step_with_drawn_prefixes_is_that_of_a_loop_over_sequences() -> None:
-    run = started(start=StartConfig(steps=6, mode="prefixes"), train={"precision": "fp32"})
+@pytest.mark.parametrize("even", [False, True])
+def test_a_step_with_drawn_prefixes_is_that_of_a_loop_over_sequences(even: bool) -> None:
+    run = started(start=StartConfig(steps=6, mode="prefixes", even=even), train={"precision": "fp32"})
     state = new_state(run, CPU)
     state.step = 5
     batch = run.task.batch(0, "train", 5, 8)
     prefix, _ = draw_prefixes(run, 5, batch, 2 / 3)
-    losses, first = [], []
+    losses, counts, first = [], [], []
     for number, (tokens, targets) in enumerate(zip(batch.x, batch.y, strict=True)):
         x, m = torch.from_numpy(tokens)[None], int(prefix[number])
         logits = state.model(x, "prefix", prefix=m)[0]
-        rows = [t for t in range(len(targets)) if targets[t] != IGNORE and t >= m - 1]
+        asked = [t for t in range(len(targets)) if targets[t] != IGNORE]
+        rows = [t for t in asked if t >= m - 1]
+        counts += [1 / (1 / 3 + 2 / 3 * (asked.index(t) + 1) / len(asked)) if even else 1.0 for t in rows]
         losses += [torch.nn.functional.cross_entropy(logits[t], torch.tensor(targets[t])) for t in rows]
         first.append((logits[m - 1], state.model(x, "entp")[0, m - 1]))
-    want = torch.autograd.grad(torch.stack(losses).mean(), list(state.model.parameters()))
+    mean = (torch.stack(losses) * torch.tensor(counts)).sum() / sum(counts)
+    want = torch.autograd.grad(mean, list(state.model.parameters()))
     inputs = step._inputs(run, state, batch, CPU, World())
     loss, gradients = step._gradients(run.at(5), state.model, inputs)
-    assert float(loss) == pytest.approx(float(torch.stack(losses).detach().mean()), rel=1e-5)
+    assert float(loss) == pytest.approx(float(mean.detach()), rel=1e-5)
     for p, g in zip(state.model.parameters(), want, strict=True):
         torch.testing.assert_close(gradients[p], g, rtol=1e-4, atol=1e-6)
     for m, (ours, entps) in zip(prefix, first, strict=True):

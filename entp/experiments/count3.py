@@ -35,7 +35,7 @@ LONG_RATE = 1e-3
 """Of four rates 2e-3 is the best for a start of 16,000 steps (docs/LOG.md); this one is longer."""
 LONG_WHITEN = 100
 """New whiteners every 1,000 steps cost more than they save (docs/LOG.md)."""
-FAST_SECONDS = 720.0
+FAST_SECONDS = 710.0
 """For decoders: no less than the slowest seed of ENTP after a decoder took on one H200."""
 
 

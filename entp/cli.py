@@ -116,6 +116,8 @@ def export_command(args: list[str]) -> int:
     """export RUN: save a trained model as a small folder"""
     folder = name_of(args, "run folder", [], "export")
     options = parse(ExportOptions, args[1:], f"entp export {folder}")
+    if options.task is not None:
+        _task_class(options.task)
     from entp.training.distributed import World, pick_device
     from entp.training.export import export
 

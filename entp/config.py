@@ -216,7 +216,7 @@ class StartConfig:
     max_lr: float = 0.0
     """Their learning rate after the warm-up, which falls to optim.max_lr at their end. 0: that all along."""
     even: bool = False
-    """Mode prefixes: every length counts alike. Without it the first of n lengths counts a n-th of the last at their end."""
+    """Mode prefixes: every length counts alike, in large batches. Without it the first of n counts 1/n of the last atthen."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "start.")
@@ -275,6 +275,10 @@ class Run:
         for name in ("vocab", "input_dim", "outputs"):
             if getattr(self.model, name) != needs.get(name):
                 problems.append(f"model.{name} is {getattr(self.model, name)} but {self.task.name} needs {needs.get(name)}")
+        if self.task.loss == "squared_error" and self.model.outputs != 1:
+            problems.append(f"model.outputs is {self.model.outputs}: squared_error is of one number, so it must be 1")
+        if self.model.position == "given":
+            problems.append("model.position given is for tables set by hand, and training has none: use learned or none")
         problems += self._start_problems()
         if "prefix" in (self.mode, self.start.mode) and self.task.prefix is None:
             problems.append(f"mode prefix needs a task with a prefix, and {self.task.name} has none: use entp or decoder")

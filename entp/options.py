@@ -148,6 +148,8 @@ class ExportOptions:
     """Sequences to measure it on, none of which it has seen."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:NUMBER."""
+    task: str | None = None
+    """module:Class of the run's task, if it is not a built-in one."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,8 @@ class ReportOptions:
     def __post_init__(self) -> None:
         if not self.out.parent.is_dir():
             raise InputError(f"--out {self.out} is in a folder that does not exist: make {self.out.parent} first.")
+        if self.out.suffix != ".md":
+            raise InputError(f"--out {self.out} is to be a page of Markdown: give a name that ends with .md.")
 
 
 @dataclass(frozen=True)

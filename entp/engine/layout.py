@@ -15,6 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def _table(make: Callable[[Packing], Tensor]) -> cached_property[Tensor]:
+    """A cached tensor that may serve in a backward pass, even if it is made where none is recorded."""
+
+    def made(packing: Packing) -> Tensor:
+        with torch.inference_mode(False):
+            return make(packing)
+
+    made.__doc__ = make.__doc__
+    return cached_property(made)
+
+
 @dataclass(frozen=True, eq=False)
 class Packing:
     """Which prefixes are computed, and how their rows are laid out. What follows from that is computed once and kept."""
@@ -45,30 +56,30 @@ class Packing:
         """Rows of each group."""
         return [m * count for m, count in self.groups]
 
-    @cached_property
+    @_table
     def row_prefix(self) -> Tensor:
         """(N,) the packed index of each row's prefix."""
         return torch.repeat_interleave(self.length, output_size=self.rows)
 
-    @cached_property
+    @_table
     def row_token(self) -> Tensor:
         """(N,) each row's position inside its prefix."""
         first = self.length.cumsum(0) - self.length
         return torch.arange(self.rows, device=self.length.device) - first[self.row_prefix]
 
-    @cached_property
+    @_table
     def last_row(self) -> Tensor:
         """(M,) the row at the end of each prefix: where its prediction is read."""
         return self.length.cumsum(0) - 1
 
-    @cached_property
+    @_table
     def last_slot(self) -> Tensor:
         """(N,) int32: the packed index of a row's prefix if the row is its last, else -1."""
         slots = torch.full((self.rows,), -1, dtype=torch.int32, device=self.length.device)
         slots[self.last_row] = torch.arange(len(self.length), dtype=torch.int32, device=slots.device)
         return slots
 
-    @cached_property
+    @_table
     def bounds(self) -> Tensor:
         """(M + 1,) int32 first rows, as variable-length attention kernels want them."""
         return F.pad(self.length.cumsum(0), (1, 0)).to(torch.int32)
@@ -87,17 +98,17 @@ class Packing:
         """(M,) int32 one past its last row."""
         return self.bounds[1:]
 
-    @cached_property
+    @_table
     def caller_order(self) -> Tensor:
         """(M,) packed indices sequence by sequence, shortest prefix first: the order in which results are returned."""
         return torch.argsort(self.sequence * (self.longest + 1) + self.length)
 
-    @cached_property
+    @_table
     def row_index(self) -> Tensor:
         """(N,) int32: each row's token among all tokens of B sequences cut to the longest prefix."""
         return (self.sequence[self.row_prefix] * self.longest + self.row_token).int()
 
-    @cached_property
+    @_table
     def row_of(self) -> Tensor:
         """(B, longest) int32: the first row of the prefix that ends there, -1 where none is asked for."""
         first = torch.full((self.batch, self.longest), -1, dtype=torch.int32, device=self.length.device)
@@ -153,7 +164,8 @@ class _Shared:
         key = (bits.shape, np.packbits(bits).tobytes(), device)
         found = self.alive.get(key)
         if found is None:
-            found = self.alive[key] = self.make(bits, device)
+            with torch.inference_mode(False):  # whoever comes next may want gradients
+                found = self.alive[key] = self.make(bits, device)
             self.recent.append(found)
         return found
 

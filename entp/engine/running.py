@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from entp.engine.layout import Packing
 
@@ -45,6 +46,7 @@ class _RunningAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[no-untyped-def]
         q, k, v, scores, total, out = ctx.saved_tensors
         d_scores, d_v = torch.empty_like(scores), torch.empty_like(v)

@@ -12,11 +12,8 @@ import dataclasses
 import json
 import math
 import re
-import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +21,7 @@ from entp.config import Run
 from entp.config_json import config_hash, run_from_json
 from entp.errors import InputError, one_of
 from entp.experiments.pictures import draw_curves
+from entp.experiments.pool import side_by_side
 from entp.experiments.recipe import Recipe, find_recipe
 from entp.intervals import wilson
 from entp.table import format_table
@@ -127,24 +125,12 @@ def _one_by_one(recipe: Recipe, arms: list[tuple[str, Run]], how: How) -> Iterat
 
 def _side_by_side(recipe: Recipe, arms: list[tuple[str, Run]], how: How) -> Iterator[int | None]:
     """Several at once, each in a process of its own. A signal stops all; those that train save what they have."""
-    pool = ProcessPoolExecutor(how.jobs, mp_context=get_context("spawn"), initializer=_wait_quietly)
-    try:
-        waiting = {pool.submit(_in_process, recipe.name, label, run.seed, how): (label, run) for label, run in arms}
-        for done, future in enumerate(as_completed(waiting), 1):
-            label, run = waiting[future]
-            stopped = future.result()
-            state = "stopped" if stopped else "done"
-            print(f"[{done}/{len(arms)}] {label}, seed {run.seed}: {state}", file=sys.stderr, flush=True)
-            yield stopped
-            if stopped:
-                return
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _wait_quietly() -> None:
-    """A process that waits for work does not die of Ctrl-C; one that trains sees it all the same."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tasks = [(recipe.name, label, run.seed, how) for label, run in arms]
+    for done, (number, stopped) in enumerate(side_by_side(how.jobs, _in_process, tasks), 1):
+        label, run = arms[number]
+        state = "stopped" if stopped else "done"
+        print(f"[{done}/{len(arms)}] {label}, seed {run.seed}: {state}", file=sys.stderr, flush=True)
+        yield stopped
 
 
 def _in_process(name: str, label: str, seed: int, how: How) -> int | None:

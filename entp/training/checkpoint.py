@@ -78,6 +78,24 @@ def alone_in(folder: Path) -> Iterator[None]:
             os.close(handle)
 
 
+@contextlib.contextmanager
+def trained_by_us(out: Path) -> Iterator[None]:
+    """Refuse a folder in which another process trains, where the system has locks."""
+    handle = os.open(out, os.O_RDONLY) if fcntl else None
+    try:
+        if fcntl and handle is not None:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(f"{out} is being trained by another process: wait for it, or give another --out.") from None
+            except OSError:
+                pass  # a file system without locks
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
 def save_model(
     model: Transformer,
     folder: str | Path,
@@ -89,6 +107,9 @@ def save_model(
 
     dtype: of the saved weights, if not their own. more: other files for the folder.
     """
+    here = {p.name for p in Path(folder).iterdir()} if Path(folder).is_dir() else set()
+    if here and "model.safetensors" not in here:
+        raise InputError(f"{folder} holds other files than a model's, such as {min(here)}: give a new folder.")
     settings = {"model": dataclasses.asdict(model.config)} if run is None else run_to_json(run)
     files = {"model.safetensors": _tensor_bytes(model.state_dict(), dtype), "config.json": _json_bytes(settings)}
     return _write_folder(Path(folder), {**files, **(more or {})})
@@ -188,8 +209,9 @@ def remove_leftovers(out: Path) -> None:
 
 
 def _checkpoints(out: Path, kind: str) -> list[Path]:
-    """Checkpoint folders of a kind, newest first."""
-    return sorted((p for p in (out / "checkpoints").glob(f"{kind}-*") if p.is_dir()), reverse=True)
+    """Checkpoint folders of a kind, newest first. Other names, such as those of a person's copies, are none of ours."""
+    found = [p for p in (out / "checkpoints").glob(f"{kind}-*") if p.is_dir() and p.name.removeprefix(f"{kind}-").isdecimal()]
+    return sorted(found, key=lambda p: int(p.name.removeprefix(f"{kind}-")), reverse=True)
 
 
 def _write_folder(folder: Path, files: dict[str, bytes]) -> Path:

@@ -83,6 +83,8 @@ def evaluate(
     for batch in batches:
         totals += _batch_totals(model, run, batch.part(world.rank, world.size), device)
     loss, right, asked, right_sequences, sequences = world.add_up(totals).tolist()
+    if not asked:
+        raise InputError(f"no sequence of these batches of {run.task.name} has a target: there is nothing to measure.")
     values = {"loss": loss / asked}
     if run.task.loss == "cross_entropy":
         values |= {"token_accuracy": right / asked, "sequence_accuracy": right_sequences / sequences}
@@ -161,5 +163,6 @@ def _batch_totals(model: Transformer, run: Run, batch: Batch, device: torch.devi
     if run.task.loss == "cross_entropy":
         right[at.to(device)] = outputs.argmax(-1) == targets
     asked, loss = len(targets), loss_sum(run.task, outputs, targets)
-    wrong = (~right).sum()
-    return torch.stack([loss, asked - wrong, wrong.new_tensor(asked), right.all(1).sum(), wrong.new_tensor(len(at))]).double()
+    wrong, some = (~right).sum(), at.any(1).to(device)  # a sequence of which nothing is asked is neither right nor wrong
+    whole = (right.all(1) & some).sum()
+    return torch.stack([loss, asked - wrong, wrong.new_tensor(asked), whole, some.sum()]).double()

@@ -64,8 +64,9 @@ def read_fork(run: Run, source: Path) -> Fork:
     mean = trainer.pop("mean", weights)
     if run.optim.average:
         trainer["mean"] = mean
-    how = [(r.task, r.batch_at(step), r.optim.select, r.optim.take) for r in (old, run)]
-    if not (run.optim.select or run.optim.take) or how[0] != how[1]:
+    now = run.at(step).optim
+    how = [(r.task, r.batch_at(step), r.at(step).optim.select, r.at(step).optim.take) for r in (old, run)]
+    if not (now.select or now.take) or how[0] != how[1]:
         trainer.pop("selection", None)  # made anew: it belongs to a batch and its targets
     metrics = source / "metrics.jsonl"
     rows = metrics.read_bytes() if metrics.is_file() else b""  # resuming drops lines after the checkpoint's step

@@ -21,14 +21,19 @@ from entp.training.checkpoint import write_file
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; a last line torn by a kill is left out."""
-    rows = []
+    """The lines of metrics.jsonl; a last line torn by a kill is left out, any other damage is an InputError."""
     path = out / "metrics.jsonl"
-    for line in path.read_text().splitlines() if path.exists() else []:
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    rows = []
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
+            if not (isinstance(row, dict) and isinstance(row.get("kind"), str) and isinstance(row.get("step"), int)):
+                raise ValueError
+            rows.append(row)
         except ValueError:
-            break
+            if number < len(lines):
+                raise InputError(f"{path} is damaged: line {number} is no line of metrics. Repair or remove it.") from None
     return rows
 
 

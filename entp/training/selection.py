@@ -153,6 +153,8 @@ def places_of(batch: Batch, task: Task) -> tuple[int, ...]:
             "optim.select and optim.take need predictions at the same places of every sequence, without padding, and "
             f"{task.name} does not have them: leave them out."
         )
+    if not asked.any():
+        raise InputError(f"no sequence of this batch of {task.name} has a target: there is nothing to choose from.")
     return tuple(np.flatnonzero(asked[0]).tolist())
 
 

@@ -205,7 +205,7 @@ def _gradients(run: Run, model: Transformer, inputs: Inputs) -> tuple[Tensor, di
         weights = work.weights
         if weights is not None:
             weights = weights.flatten().index_select(0, at if weights.ndim == 2 else at // part.shape[1])
-        loss = loss_sum(run.task, outputs, work.y.flatten().index_select(0, at), weights) / inputs.asked
+        loss = loss_sum(run.task, outputs, work.y.flatten().index_select(0, at), weights) / max(1, inputs.asked)
         sums = _added(sums, torch.autograd.grad(loss, parameters, allow_unused=True))
         total += loss.detach()
     tried = inputs.chosen is not None and not inputs.chosen.selection.as_decoder  # else the parts give an estimate too

@@ -13,6 +13,7 @@ import copy
 import errno
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from entp.training.metrics import MetricsFile, Progress, read_metrics
 from entp.training.optim import make_optimizers
 from entp.training.selection import check_take, places_of
 from entp.training.step import State, Stepper, rate_of
-from entp.training.watch import LossWatch, StopSignals
+from entp.training.watch import LossWatch, StopSignals, check_finite
 
 
 @dataclass
@@ -83,10 +84,12 @@ def train(
         copied = read_fork(run, Path(fork)) if fork is not None else None
         world.barrier()  # nobody creates the folder before all have looked at it
         try:
-            if copied is not None and world.first:
-                write_fork(run, copied, out)
-            world.barrier()
-            return _train(run, out, where, world, resume or fork is not None, quiet or not world.first)
+            out.mkdir(parents=True, exist_ok=True)
+            with checkpoint.trained_by_us(out) if world.first else nullcontext():
+                if copied is not None and world.first:
+                    write_fork(run, copied, out)
+                world.barrier()
+                return _train(run, out, where, world, resume or fork is not None, quiet or not world.first)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
@@ -107,6 +110,11 @@ def _train(run: Run, out: Path, device: torch.device, world: World, resume: bool
     folder = checkpoint.newest(out) if resume else None
     if folder is not None:
         state.restore(folder)
+    elif resume and (damaged := sorted((out / "checkpoints").glob("step-*"))):
+        raise InputError(
+            f"no checkpoint of {out} is whole any more ({damaged[-1].name} is not): `entp evaluate` may still find its best "
+            "weights; to train again give --out a new folder."
+        )
     if world.first:
         prepare_folder(run, out, device, world)
     if run.train.compile:
@@ -158,6 +166,9 @@ class Loop:
         if not late and state.step < run.steps:
             self.step.warm_up()  # no part of the training's time
         reason, mark = "", time.perf_counter()
+        if self.values and _reached(run, self.values):
+            over = f"{run.goal} had reached {every.target:g}"
+            return Result(self.out, state.step, state.seconds, over, self.values, state.best)
         for batch in () if late else _batches(run, state.step, self.device):
             late = self.late(state.seconds + time.perf_counter() - mark)
             alone = self.world.size == 1  # several processes have to stop together: whoever is late tells the others
@@ -193,6 +204,7 @@ class Loop:
         """One line of training metrics."""
         step = self.state.step
         line = {"loss": loss, "lr": self.rate, "grad_norm": float(norm)}
+        check_finite(line, step)
         self.progress.step(step, line)
         if self.metrics:
             self.metrics.write("train", step, {**line, "seconds": round(self.state.seconds, 3)})
@@ -204,6 +216,7 @@ class Loop:
         self.valid = self.valid or list(some_batches(self.run, "valid", self.run.train.eval_batches))
         model = state.mean or state.model
         self.values = evaluate(model, self.run, batches=self.valid, device=self.device, world=self.world)
+        check_finite(self.values, state.step)
         better = _is_better(self.run, self.values, state.best)
         if better:
             state.best = {**self.values, "step": state.step}

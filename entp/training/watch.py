@@ -57,6 +57,13 @@ class LossWatch:
         return mean
 
 
+def check_finite(values: dict[str, float], step: int) -> None:
+    """Raise TrainingStopped for a value that says that the weights have gone bad, though no loss of a step has said so yet."""
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise TrainingStopped(f"{name} is {value} after step {step}; nothing was overwritten. Lower optim.max_lr.")
+
+
 class StopSignals:
     """Turns the first SIGINT or SIGTERM into a wish to stop after the step; a second SIGINT interrupts at once."""
 

@@ -348,3 +348,23 @@ def test_unknown_implementation() -> None:
         model(random_inputs(model, 1, 3), impl="pakced")
     with pytest.raises(InputError, match="unknown impl"):
         choose("fast")
+
+
+@pytest.mark.parametrize("at", [None, [5], torch.arange(12).view(2, 6) % 3 == 0], ids=["all", "a list", "a mask"])
+@pytest.mark.parametrize("mode", ["entp", "decoder"])
+def test_gradients_after_a_look_in_inference_mode(mode: str, at: Any) -> None:
+    model = random_model(layers=3, vocab=5)
+    x = torch.randint(0, 5, (2, 6))
+    with torch.inference_mode():
+        model(x, mode, at=at)
+    model(x, mode, at=at).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_second_derivatives_are_refused_not_wrong() -> None:
+    model = random_model(layers=2, vocab=5)
+    out = all_prefixes(model, torch.randint(0, 5, (2, 6)), impl="packed")
+    weight = model.blocks[0].qkv.weight
+    (gradient,) = torch.autograd.grad(out.logsumexp(-1).sum(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (gradient**2).sum().backward()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -149,6 +151,30 @@ def test_some_arms_at_once_and_no_other(tmp_path: Path) -> None:
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
     assert "unknown arm 'fourth'" in wrong.stderr
     assert third in wrong.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of child processes")
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_the_parent_alone_stops_what_is_trained_side_by_side(how: signal.Signals, tmp_path: Path) -> None:
+    """As a batch system sends it: its processes save what they have, results are written, and nobody is left behind."""
+    words = ("reproduce", "count3", "--tiny", "--device=cpu", "--jobs=2", "--out=runs")
+    parent = start_entp(*words, cwd=tmp_path)
+    while not list(tmp_path.glob("runs/count3-tiny/*/metrics.jsonl")):
+        assert parent.poll() is None
+        time.sleep(0.05)
+    children = [int(word) for word in Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()]
+    assert len(children) >= 2
+    parent.send_signal(how)
+    parent.communicate(timeout=120)
+    assert parent.returncode == (143 if how == signal.SIGTERM else -9)
+    if how == signal.SIGTERM:
+        arms = json.loads((tmp_path / "runs/count3-tiny/results.json").read_text())["arms"]
+        assert any(arm.get("runs") for arm in arms.values())
+    limit = time.monotonic() + 120
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+    assert list(tmp_path.glob("runs/count3-tiny/*/checkpoints/step-*"))
 
 
 def test_several_seeds_and_what_they_did_on_fresh_sequences(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from entp.engine.layout import Layout, Packing
 from entp.engine.triton.rows import KINDS, column_sums
@@ -311,6 +312,7 @@ class _PrefixAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         qkv, lse, each, *out = ctx.saved_tensors
         heads, grad, wide = ctx.heads, grad.contiguous(), lse.dtype

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from entp.engine.triton.rows import column_sums
 
@@ -55,6 +56,7 @@ class _Embed(torch.autograd.Function):
         return tokens[x] + positions[: x.shape[1]]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[None, Tensor, Tensor]:
         (x,) = ctx.saved_tensors
         grad, width, time = grad.contiguous(), grad.shape[2], x.shape[1]

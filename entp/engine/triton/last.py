@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from entp.engine.layout import Layout
 from entp.engine.triton.linear import weight_gradient
@@ -141,6 +142,7 @@ class LastAttention(torch.autograd.Function):
         return torch.baddbmm(b_v, context, w_v.mT).transpose(0, 1).reshape(count, width)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, last, w, gain, shift, half, q, absorbed, context, lse = ctx.saved_tensors
         heads, width = ctx.heads, last.shape[1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from entp.engine.cublaslt import product
 from entp.engine.triton.rows import fold, fold_backward
@@ -41,6 +42,7 @@ class _Linear(torch.autograd.Function):
         return product(x, half, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, half = ctx.saved_tensors
         grad = grad.contiguous()
@@ -55,6 +57,7 @@ class _NormLinear(torch.autograd.Function):
         return product(x, half, folded.to(x.dtype) if add else None), folded
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor, d_bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, None]:
         x, half, w, gain, shift = ctx.saved_tensors
         grad = grad.contiguous()

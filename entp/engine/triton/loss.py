@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 BLOCK = 4096
 
@@ -70,6 +71,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss.sum() if weights is None else loss @ weights
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, targets, weights, lse = ctx.saved_tensors
         out = torch.empty_like(logits)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from entp.engine.cublaslt import product
 from entp.engine.triton.linear import weight_gradient
@@ -90,6 +91,7 @@ class _ActivatedLinear(torch.autograd.Function):
         return product(a, half)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         u, bias, half, *kept = ctx.saved_tensors
         grad = grad.contiguous()

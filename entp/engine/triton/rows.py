@@ -22,6 +22,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from entp.engine.layout import Layout, Packing
 
@@ -227,6 +228,7 @@ class _StreamStart(torch.autograd.Function):
         return same, _carrier(rows, half)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, _: Tensor, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.kind), None
 
@@ -238,6 +240,7 @@ class _StreamEnd(torch.autograd.Function):
         return rows + y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[None, Tensor, Tensor]:
         grad = grad.to(ctx.half)
         return None, grad, grad
@@ -255,6 +258,7 @@ class _AddNorm(torch.autograd.Function):
         return out, _carrier(out, y.dtype), x
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, _: Tensor, dh: Tensor, dx: Tensor) -> tuple[Tensor | None, ...]:
         x, r = ctx.saved_tensors
         dh, db = _launch_add_norm_backward(dh.contiguous(), dx, None, x, r, None, 0, ctx.norm)
@@ -275,6 +279,7 @@ class _FirstAddNorm(torch.autograd.Function):
         return out, _carrier(out, y.dtype), x
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, _: Tensor, dh: Tensor, dx: Tensor) -> tuple[Tensor | None, ...]:
         x, r = ctx.saved_tensors
         batch, time, width = ctx.shape
@@ -300,6 +305,7 @@ class _LastAddNorm(torch.autograd.Function):
         return out, _carrier(out, y.dtype), x, last
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, _: Tensor, dh: Tensor, dx: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
         x, r = ctx.saved_tensors
         slots = ctx.packing.last_slot
@@ -371,6 +377,7 @@ class _Normed(torch.autograd.Function):
         return x
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dx: Tensor) -> tuple[Tensor, None, None]:
         x, r = ctx.saved_tensors
         dh, tile = torch.empty_like(x, dtype=r.dtype), _tile(x.shape[1])

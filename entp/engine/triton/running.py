@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from entp.engine.layout import Packing
 from entp.engine.triton.rows import KINDS, column_sums
@@ -124,6 +125,7 @@ class _RunningAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         qkv, out, z = ctx.saved_tensors
         batch, heads, time, _ = z.shape

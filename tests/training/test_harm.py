@@ -1,0 +1,223 @@
+"""What people and machines do to a run folder: a second process, copies, damage, weights that go bad, targets that are met."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import pytest
+import torch
+from small_runs import FLAGS, TASK, entp, small_run, start_entp
+
+from entp.config import ModelConfig, OptimConfig, Run, StartConfig, TrainConfig, model_for
+from entp.errors import InputError, TrainingStopped
+from entp.model import Transformer
+from entp.tasks.base import IGNORE, Batch, Split, Task
+from entp.tasks.counting import Count3
+from entp.training import step
+from entp.training.checkpoint import find, load, save_model
+from entp.training.evaluation import evaluate
+from entp.training.metrics import read_metrics
+from entp.training.trainer import train
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    train(small_run(), tmp_path / "run", device="cpu", quiet=True)
+    return tmp_path / "run"
+
+
+def test_a_second_process_is_sent_away(tmp_path: Path) -> None:
+    many = [*FLAGS, "--batch=8", "--steps=100000", "--train.log-every=1", "--train.checkpoint-every=5", "--device=cpu"]
+    first = start_entp("train", "count3", *many, "--out=run", cwd=tmp_path)
+    try:
+        while not list((tmp_path / "run/checkpoints").glob("step-*")):
+            assert first.poll() is None
+        second = entp("train", "count3", "--resume", "--out=run", "--device=cpu", cwd=tmp_path)
+        assert (second.returncode, second.stderr.count("\n")) == (2, 1), second.stderr
+        assert "run is being trained by another process" in second.stderr
+        assert first.poll() is None
+    finally:
+        first.terminate()
+        first.communicate(timeout=60)
+    steps = [row["step"] for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
+    assert steps == list(range(1, len(steps) + 1))
+    more = entp("train", "count3", "--resume", "--out=run", f"--steps={steps[-1] + 1}", "--device=cpu", cwd=tmp_path)
+    assert more.returncode == 0, more.stderr
+
+
+def test_copies_beside_checkpoints_are_left_alone(trained: Path) -> None:
+    for kind in ("best", "step"):
+        source = next(iter((trained / "checkpoints").glob(f"{kind}-*")))
+        shutil.copytree(source, trained / "checkpoints" / f"{kind}-keep")
+    train(small_run(steps=20), trained, device="cpu", quiet=True, resume=True)
+    names = {p.name for p in (trained / "checkpoints").iterdir()}
+    assert {"best-keep", "step-keep", "step-00000020", "step-00000015"} <= names
+    assert find(trained).name.removeprefix("best-").isdecimal()
+    assert find(trained, "last").name == "step-00000020"
+
+
+def test_a_target_that_was_reached_is_not_passed_again(tmp_path: Path) -> None:
+    run = small_run(train={"target": 0.0})
+    first = train(run, tmp_path / "run", device="cpu", quiet=True)
+    again = train(run, tmp_path / "run", device="cpu", quiet=True, resume=True)
+    assert (first.step, again.step, "had reached 0" in again.reason) == (5, 5, True)
+    assert (again.metrics, again.best) == (first.metrics, first.best)
+    higher = replace(run, train=replace(run.train, target=1.0))
+    assert train(higher, tmp_path / "run", device="cpu", quiet=True, resume=True).step == 10
+
+
+def test_weights_that_go_bad_stop_the_run_and_the_best_stay(tmp_path: Path) -> None:
+    """The gradient's norm, or an evaluation, may be infinite before a loss is."""
+    optim = {"max_lr": 100.0, "min_lr": 0.0, "warmup": 1}
+    run = small_run(steps=300, optim=optim, train={"eval_every": 2, "checkpoint_every": 1000, "log_every": 5})
+    with pytest.raises(TrainingStopped, match=r"is (inf|nan) after step|is not finite at step"):
+        train(run, tmp_path / "run", device="cpu", quiet=True)
+    assert any(row["kind"] == "eval" for row in read_metrics(tmp_path / "run"))
+    assert find(tmp_path / "run").name.startswith("best-")
+
+
+def test_no_checkpoint_left_is_not_a_new_beginning(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (trained / "metrics.jsonl").read_bytes()
+    for folder in (trained / "checkpoints").glob("step-*"):
+        (folder / "trainer.pt").write_bytes(b"")
+    with pytest.raises(InputError, match=r"no checkpoint of .* is whole any more"):
+        train(small_run(steps=20), trained, device="cpu", quiet=True, resume=True)
+    assert (trained / "metrics.jsonl").read_bytes() == before
+    load(trained)  # the best weights
+
+
+@pytest.mark.parametrize("damage", [b"garbage", b"null", b"5", b"{}", b"\xff\xfe", b'{"kind": 1, "step": 2}'])
+def test_damaged_metrics_are_named_and_kept(damage: bytes, trained: Path) -> None:
+    path = trained / "metrics.jsonl"
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([lines[0], damage, *lines[2:]]) + b"\n")
+    before = path.read_bytes()
+    with pytest.raises(InputError, match=r"metrics.jsonl is damaged: line 2"):
+        train(small_run(steps=20), trained, device="cpu", quiet=True, resume=True)
+    assert path.read_bytes() == before
+
+
+def test_a_model_is_not_saved_over_other_things(tmp_path: Path) -> None:
+    model = Transformer(model_for(TASK, "small", layers=1, heads=1, width=8))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("precious")
+    with pytest.raises(InputError, match=r"mine holds other files than a model's, such as notes\.txt"):
+        save_model(model, tmp_path / "mine")
+    assert (tmp_path / "mine/notes.txt").read_text() == "precious"
+    for _ in range(2):  # over a model, and into an empty folder
+        (tmp_path / "new").mkdir(exist_ok=True)
+        save_model(model, tmp_path / "new")
+
+
+def test_the_page_is_not_written_over_a_record(tmp_path: Path) -> None:
+    (tmp_path / "count3.json").write_text("{}")
+    done = entp("report", "--results=.", "--out=count3.json", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n"), "ends with .md" in done.stderr) == (2, 1, True), done.stderr
+    assert (tmp_path / "count3.json").read_text() == "{}"
+
+
+def test_a_fork_inside_a_start_chooses_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = small_run(steps=6, optim={"take": 8})
+    train(run, tmp_path / "old", device="cpu", quiet=True)
+    modes, choose = [], step._choose
+
+    def seen(run: Run, *rest: Any) -> Any:
+        modes.append(run.mode)
+        return choose(run, *rest)
+
+    monkeypatch.setattr(step, "_choose", seen)
+    kinds: tuple[Literal["decoder", "prefixes"], ...] = ("decoder", "prefixes")
+    for mode in kinds:
+        modes.clear()
+        longer = replace(run, steps=12, start=StartConfig(steps=10, mode=mode))
+        train(longer, tmp_path / mode, device="cpu", quiet=True, fork=tmp_path / "old")
+        assert modes == ["entp", "entp"]
+
+
+@dataclass(frozen=True)
+class Silent(Count3):
+    """Count3 that asks nothing of every second sequence, or of any in some batches."""
+
+    name: ClassVar[str] = "silent"
+    batches: tuple[int, ...] = ()
+
+    def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
+        batch = super().batch(seed, split, step, size)
+        batch.y[:: 1 if step in self.batches else 2] = IGNORE
+        return batch
+
+
+@pytest.mark.parametrize("mode", ["entp", "decoder"])
+def test_batches_without_targets(mode: Literal["entp", "decoder"], tmp_path: Path) -> None:
+    task = Silent(seed_length=4, length=10, values=10, batches=(2,))
+    run = small_run(task=task, mode=mode)
+    train(run, tmp_path / "run", device="cpu", quiet=True)
+    model = load(tmp_path / "run")
+    values = evaluate(model, run, batches=2)
+    assert values["n"] == 2 * run.batch // 2
+    batches = [task.batch(0, "valid", n, 8) for n in range(2)]
+    halves = [Batch(b.x[1::2], b.y[1::2]) for b in batches]
+    assert evaluate(model, run, batches=halves) == pytest.approx(values)
+    with pytest.raises(InputError, match="no sequence of these batches of silent has a target"):
+        evaluate(model, run, batches=[task.batch(0, "valid", 2, 8)])
+
+
+@dataclass(frozen=True)
+class Pairs(Task):
+    """Two numbers to be predicted at once, which the loss does not do."""
+
+    name: ClassVar[str] = "pairs"
+    loss: ClassVar[Literal["cross_entropy", "squared_error"]] = "squared_error"
+
+    def model_needs(self) -> dict[str, Any]:
+        return {"positions": 6, "input_dim": 2, "outputs": 2}
+
+    def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
+        x = self.rng(seed, split, step).normal(size=(size, 6, 2)).astype(np.float32)
+        return Batch(x, x[..., 0])
+
+
+REFUSED: dict[str, tuple[Callable[[], Run], str]] = {
+    "two outputs": (
+        lambda: Run(Pairs(), ModelConfig(**Pairs().model_needs(), layers=1, heads=1, width=8)),
+        r"model\.outputs is 2: squared_error is of one number",
+    ),
+    "positions by hand": (
+        lambda: Run(TASK, model_for(TASK, "small", position="given"), train=TrainConfig(), optim=OptimConfig()),
+        "model.position given is for tables set by hand",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "says"), REFUSED.values(), ids=REFUSED.keys())
+def test_runs_that_would_train_something_else_are_refused(make: Callable[[], Run], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        make()
+
+
+PARITY = """
+from dataclasses import dataclass
+from typing import ClassVar
+from entp.tasks.counting import Count3
+
+@dataclass(frozen=True)
+class Mine(Count3):
+    name: ClassVar[str] = "mine"
+"""
+
+
+def test_a_run_of_a_task_of_ones_own_is_exported(tmp_path: Path) -> None:
+    (tmp_path / "tasks_of_mine.py").write_text(PARITY)
+    flags = [*FLAGS, "--steps=2", "--batch=4", "--optim.warmup=1", "--device=cpu", "--out=run"]
+    done = entp("train", "tasks_of_mine:Mine", *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    words = ("export", "run", "--out=small", "--fresh=8", "--device=cpu")
+    assert entp(*words, cwd=tmp_path).returncode == 2
+    done = entp(*words, "--task=tasks_of_mine:Mine", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert all(bool(torch.isfinite(p).all()) for p in load(tmp_path / "small").parameters())

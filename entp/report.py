@@ -20,7 +20,8 @@ HEAD = """# Results
 Made by `entp report` from the files in `results/`, which have every run's settings, curve, seed, device, versions, commit and
 date. Best: the best evaluation during training, as in the paper's tables, mean over seeds. Fresh: what the best weights do on
 sequences that no run has seen, all seeds together, with 95 % intervals; alone: sequences that the model continues by itself,
-from what it is given, without any error. Seconds are of training, evaluations included, on one device.
+from what it is given, without any error. Paper: its tables; for count3, which it shows as curves, the authors' published ones
+(ENTP's best, decoders' last values). Seconds are of training, evaluations included, on one device.
 """
 
 

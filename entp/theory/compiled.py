@@ -1,5 +1,7 @@
 """Count3 as weights set by hand: a Transformer of four blocks, whatever the length, that computes it without error.
 
+To n of several thousand: beyond, MATCH and SINK would have to grow like 3 ln n (docs/theory.md).
+
     model = count3(n_max=64)                       # x_i < n, every n up to 64
     model = count3(n_max=64, ratio=4)              # x_i < 4 n: the paper's experiments, values up to 63 from n = 16 on
     model(tokens, mode="entp")                     # or save it, load it, generate with it

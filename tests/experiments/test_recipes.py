@@ -159,7 +159,7 @@ def test_a_signal_to_the_parent_alone_stops_what_is_trained_side_by_side(how: si
     """As a batch system sends it: its processes save what they have, results are written, and nobody is left behind."""
     words = ("reproduce", "count3", "--tiny", "--device=cpu", "--jobs=2", "--out=runs")
     parent = start_entp(*words, cwd=tmp_path)
-    while not list(tmp_path.glob("runs/count3-tiny/*/metrics.jsonl")):
+    while not any('"eval"' in path.read_text() for path in tmp_path.glob("runs/count3-tiny/*/metrics.jsonl")):
         assert parent.poll() is None
         time.sleep(0.05)
     children = [int(word) for word in Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()]

@@ -19,14 +19,16 @@ def choice_problems(config: Any, prefix: str) -> list[str]:
 
 
 def check_numbers(config: Any, prefix: str) -> None:
-    """Whole numbers must be whole and others finite; makes 1 in a float field 1.0, so that equal runs hash equal."""
+    """Whole numbers must be whole, others finite, switches on or off; makes 1 in a float field 1.0: equal runs hash equal."""
     problems = []
     for name, hint in typing.get_type_hints(type(config)).items():
         value, where = getattr(config, name), f"{prefix}{name}"
         kinds = set(get_args(hint)) if typing.get_origin(hint) is types.UnionType else {hint}
         if value is None and type(None) in kinds:
             continue
-        if int in kinds and (not isinstance(value, int) or isinstance(value, bool)):
+        if kinds == {bool} and not isinstance(value, bool):
+            problems.append(f"{where} is {value!r}: it must be True or False")
+        elif int in kinds and (not isinstance(value, int) or isinstance(value, bool)):
             problems.append(f"{where} is {value!r}: it must be a whole number")
         elif float in kinds:
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

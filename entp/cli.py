@@ -41,7 +41,7 @@ BENCHES: dict[str, type] = {"step": BenchStepOptions, "generate": BenchGenerateO
 def train_command(args: list[str]) -> int:
     """train TASK: train a model"""
     cls = _task_class(name_of(args, "task", TASKS, "train"))
-    saved = _saved_run(args[1:])
+    saved = _saved_run(args[1:], cls.name)
     options = parse(TrainOptions[cls], args[1:], f"entp train {args[0]}", _defaults(cls, saved))  # type: ignore[valid-type]
     run = options.run(saved)
     out = options.out or Path("runs") / f"{run.task.name}-{run.mode}"
@@ -310,13 +310,15 @@ def _task_class(name: str) -> type[Task]:
     return task_class(name)
 
 
-def _saved_run(args: list[str]) -> Run | None:
+def _saved_run(args: list[str], task: str) -> Run | None:
     """The run that --resume or --fork continues, whose settings are the defaults then."""
     joined = "\n".join(args)
     found = re.search(r"^--fork[=\n](.+)$", joined, re.MULTILINE)
+    folder = Path(found.group(1)) if found else None
     if "--resume" in args:
-        found = re.search(r"^--out[=\n](.+)$", joined, re.MULTILINE)
-    config = Path(found.group(1)) / "config.json" if found else None
+        out, mode = (re.search(rf"^--{name}[=\n](.+)$", joined, re.MULTILINE) for name in ("out", "mode"))
+        folder = Path(out.group(1)) if out else Path("runs") / f"{task}-{mode.group(1) if mode else 'entp'}"
+    config = folder / "config.json" if folder else None
     if config is None or not config.is_file():
         return None
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import operator
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -227,7 +228,12 @@ def _check_mask(at: Tensor, batch: int, time: int) -> None:
 def _positions(at: Tensor | Sequence[int] | None, time: int) -> list[int]:
     if at is None:
         return list(range(time))
-    positions = [int(t) for t in at]
+    try:
+        positions = [operator.index(t) for t in at]
+    except TypeError:
+        positions = None
+    if positions is None or any(isinstance(t, bool) for t in at):
+        raise InputError(f"at is {at!r}: it must be a list of positions, or a bool tensor of the shape of the batch.")
     bad = [t for t in positions if not 0 <= t < time]
     if bad:
         raise InputError(f"at asks for position {bad[0]}: allowed are 0 to {time - 1}.")

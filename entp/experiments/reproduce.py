@@ -9,6 +9,7 @@ runs/count3/
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -86,6 +87,7 @@ def reproduce(
     places = {folder / "results.json": folder / "curves.png"}
     if record is not None:
         places[record] = record.with_suffix(".png")
+        _keep_what_is_left_out(record, len(kept))
     stopped, results = None, _write(recipe, runs, record, places)
     how = How(runs, device, jobs, minutes)
     for signal_caught in _side_by_side(recipe, arms, how) if jobs > 1 else _one_by_one(recipe, arms, how):
@@ -93,6 +95,16 @@ def reproduce(
     for picture in places.values():
         draw(recipe, results, picture)
     return {**results, "stopped_by": stopped}
+
+
+def _keep_what_is_left_out(record: Path, kept: int) -> None:
+    """A copy of a record that is about to lose runs with other settings: they may be hours of a GPU, and nowhere else."""
+    arms = json.loads(record.read_text())["arms"] if record.exists() else {}
+    if sum(len(arm.get("runs", [])) for arm in arms.values()) > kept:
+        names = (record.with_name(f"{record.name}.old{number or ''}") for number in itertools.count())
+        copy = next(path for path in names if not path.exists())
+        write_file(copy, record.read_bytes())
+        print(f"{record}: what is left out is still in {copy}.", file=sys.stderr)
 
 
 def _write(recipe: Recipe, runs: Path, record: Path | None, places: Iterable[Path]) -> dict[str, Any]:
@@ -159,7 +171,7 @@ def measure_best(recipe: Recipe, run: Run, folder: Path, how: How) -> None:
     from entp.training.evaluation import accuracy_by_length, evaluate, fresh_batches, generated_right
 
     best, path = find(folder), folder / FINAL
-    if path.is_file() and json.loads(path.read_text()).get("weights") == best.name:
+    if (_read_final(folder) or {}).get("weights") == best.name:
         return
     where = pick_device(how.device, World())
     model = load(folder, device=where)
@@ -171,6 +183,15 @@ def measure_best(recipe: Recipe, run: Run, folder: Path, how: How) -> None:
         right, tried = generated_right(model, run, fresh_batches(run, recipe.alone), where)
         found["generated"] = {"right": right, "n": tried}
     write_file(path, (json.dumps(found) + "\n").encode())
+
+
+def _read_final(folder: Path) -> dict[str, Any] | None:
+    """What was measured of a run's best weights; None if that has to be done, or done again because the file is damaged."""
+    try:
+        found = json.loads((folder / FINAL).read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and {"weights", "loss", "n"} <= set(found) else None
 
 
 Kept = dict[tuple[str, int], dict[str, Any]]
@@ -250,12 +271,12 @@ def _one_run(recipe: Recipe, label: str, run: Run, runs: Path) -> dict[str, Any]
     limit, last = run.train.max_seconds, steps[-1]
     finished = last["step"] >= run.steps or (limit is not None and last["seconds"] >= limit)
     finished = finished or _target_reached(run, evaluations)
-    final = folder / FINAL
+    final = _read_final(folder)
     return {
         "seed": run.seed,
         "status": "done" if finished else f"{last['step']} of {run.steps} steps",
         "best": {m: (min if m == "loss" else max)(row[m] for row in evaluations) for m in recipe.metrics},
-        **({"final": json.loads(final.read_text())} if final.is_file() else {}),
+        **({"final": final} if final else {}),
         "n": evaluations[-1]["n"],
         "steps": last["step"],
         "seconds": last["seconds"],

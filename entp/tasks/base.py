@@ -32,6 +32,19 @@ class Batch:
     y: np.ndarray
     lengths: np.ndarray | None = None
 
+    def __post_init__(self) -> None:
+        """Any numbers will do: whole ones become int64, others float32, in memory as torch reads it."""
+        for name in ("x", "y", "lengths"):
+            value = getattr(self, name)
+            if value is not None:
+                kind = np.float32 if np.issubdtype(value.dtype, np.floating) else np.int64
+                object.__setattr__(self, name, np.ascontiguousarray(value, dtype=kind))
+        if self.x.ndim not in (2, 3) or self.y.shape != self.x.shape[:2]:
+            raise InputError(
+                f"a batch has x of shape {self.x.shape} and y of {self.y.shape}: x must be tokens (batch, time) or vectors "
+                "(batch, time, input_dim), and y (batch, time)."
+            )
+
     def part(self, rank: int, world: int) -> Batch:
         """The share of one of `world` processes: every world-th sequence."""
         rows = slice(rank, None, world)

@@ -51,6 +51,7 @@ class Damaged(Exception):
 
 def write_file(path: Path, data: bytes) -> None:
     """Write `data` so that `path` holds either all of it or what it held before."""
+    path = Path(os.path.realpath(path))  # a link stays one
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:

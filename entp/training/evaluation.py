@@ -99,6 +99,17 @@ def some_batches(run: Run, split: Split, count: int, seed: int | None = None) ->
         yield run.task.batch(run.seed if seed is None else seed, split, step, run.batch)
 
 
+def check_targets(run: Run, batch: Batch) -> None:
+    """InputError for targets that the model has no output for: a GPU would say so less clearly."""
+    if run.task.loss == "cross_entropy":
+        asked, outputs = batch.y[batch.y != IGNORE], run.model.outputs or run.model.vocab or 0
+        wrong = asked[(asked < 0) | (asked >= outputs)] if asked.dtype.kind == "i" else asked
+        if len(wrong):
+            raise InputError(
+                f"{run.task.name} asks for {wrong[0]}: targets are 0 to {outputs - 1}, or {IGNORE} where nothing is asked."
+            )
+
+
 def fresh_batches(run: Run, sequences: int) -> Iterator[Batch]:
     """Test batches that no run has seen: their seeds count back from 2^32, where seeds of data end."""
     return some_batches(run, "test", -(-sequences // run.batch), 2**32 - 1 - run.seed)

@@ -27,7 +27,7 @@ from entp.tasks.ahead import batches_ahead, processes_for
 from entp.tasks.base import Batch
 from entp.training import checkpoint
 from entp.training.distributed import World, join
-from entp.training.evaluation import evaluate, some_batches
+from entp.training.evaluation import check_targets, evaluate, some_batches
 from entp.training.folder import check_folder, prepare_folder, read_fork, write_fork
 from entp.training.metrics import MetricsFile, Progress, read_metrics
 from entp.training.optim import make_optimizers
@@ -76,8 +76,10 @@ def train(
                 raise InputError(
                     f"optim.{name} is for one process: each would have to choose from its own share. Leave it out."
                 )
+        one = run.task.batch(run.seed, "train", 0, run.batch)
+        check_targets(run, one)
         if run.optim.select or run.optim.take:
-            places = places_of(run.task.batch(run.seed, "train", 0, run.batch), run.task)
+            places = places_of(one, run.task)
             if run.optim.take:
                 check_take(run.optim.take, min(run.batch, run.batch_at(run.steps)), places)
         check_folder(run, out, resume)

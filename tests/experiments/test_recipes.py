@@ -223,6 +223,30 @@ def test_fresh_sequences_are_measured_again_only_for_new_weights(tmp_path: Path)
     assert json.loads((folder / "final.json").read_text())["n"] == 64
 
 
+@pytest.mark.parametrize("damage", ["", "[]", "{}"])
+def test_a_damaged_measurement_is_made_again(damage: str, tmp_path: Path) -> None:
+    recipe = find_recipe("count3").tiny()
+    label = "prefix decoder medium"
+    folder = run_folder(recipe, label, recipe.runs[label], tmp_path)
+    first = reproduce(recipe, tmp_path, device="cpu", only=[label])
+    (folder / "final.json").write_text(damage)
+    assert "final" not in collect(recipe, tmp_path)["arms"][label]["runs"][0]
+    assert reproduce(recipe, tmp_path, device="cpu", only=[label])["arms"][label]["fresh"] == first["arms"][label]["fresh"]
+
+
+def test_a_record_is_copied_before_runs_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, label = find_recipe("count3").tiny(), "prefix decoder medium"
+    record = tmp_path / "all.json"
+    reproduce(recipe, tmp_path / "one", device="cpu", only=[label], record=record)
+    before = record.read_bytes()
+    slower = replace(recipe, runs={**recipe.runs, label: replace(recipe.runs[label], batch=16)})
+    for number in ("", "1"):
+        reproduce(slower if not number else recipe, tmp_path / f"two{number}", device="cpu", only=[label], record=record)
+        assert f"what is left out is still in {record}.old{number}" in capsys.readouterr().err
+    assert (tmp_path / "all.json.old").read_bytes() == before
+    assert json.loads((tmp_path / "all.json.old1").read_text())["arms"][label]["runs"][0]["settings"]["batch"] == 16
+
+
 def test_the_authors_curves_are_thinned_and_end_where_theirs_do() -> None:
     for curves in COUNT3.values():
         assert set(curves) == {"loss", "token_accuracy", "sequence_accuracy"}

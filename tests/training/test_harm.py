@@ -19,7 +19,7 @@ from entp.model import Transformer
 from entp.tasks.base import IGNORE, Batch, Split, Task
 from entp.tasks.counting import Count3
 from entp.training import step
-from entp.training.checkpoint import find, load, save_model
+from entp.training.checkpoint import find, load, save_model, write_file
 from entp.training.evaluation import evaluate
 from entp.training.metrics import read_metrics
 from entp.training.trainer import train
@@ -221,3 +221,54 @@ def test_a_run_of_a_task_of_ones_own_is_exported(tmp_path: Path) -> None:
     done = entp(*words, "--task=tasks_of_mine:Mine", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert all(bool(torch.isfinite(p).all()) for p in load(tmp_path / "small").parameters())
+
+
+@dataclass(frozen=True)
+class Rough(Count3):
+    """Count3 as people write tasks: other types of numbers, views, and targets of any size."""
+
+    name: ClassVar[str] = "rough"
+    beyond: int = 0
+
+    def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
+        batch = super().batch(seed, split, step, size)
+        y = np.where(batch.y == IGNORE, IGNORE, batch.y + self.beyond)
+        return Batch(batch.x[:, ::-1].astype(np.int16)[:, ::-1], y.astype(np.int32))
+
+
+def test_numbers_of_any_type_train_alike(tmp_path: Path) -> None:
+    rough = small_run(task=Rough(seed_length=4, length=10, values=10))
+    losses = [train(run, tmp_path / run.task.name, device="cpu", quiet=True).metrics for run in (rough, small_run())]
+    assert losses[0] == losses[1]
+    with pytest.raises(InputError, match=r"rough asks for 1\d: targets are 0 to 9, or -100 where nothing is asked"):
+        train(replace(rough, task=replace(rough.task, beyond=10)), tmp_path / "beyond", device="cpu", quiet=True)
+    vectors = np.random.default_rng(0).normal(size=(2, 3, 4))
+    assert Batch(vectors, vectors[..., 0]).x.dtype == np.float32
+    with pytest.raises(InputError, match=r"x of shape \(2, 3, 4\) and y of \(2, 4\)"):
+        Batch(vectors, vectors[:, 0])
+
+
+def test_types_that_would_mean_something_else() -> None:
+    with pytest.raises(InputError, match=r"optim\.select is 'no': it must be True or False"):
+        OptimConfig(select="no")  # type: ignore[arg-type]
+    model, x = Transformer(model_for(TASK, "small", layers=1, heads=1, width=8)), torch.zeros(2, 3, dtype=torch.long)
+    for at in ([True, False, True], [1.7]):
+        with pytest.raises(InputError, match="it must be a list of positions, or a bool tensor"):
+            model(x, at=at)
+    assert model(x, at=[np.int64(1)]).shape == model(x, at=torch.tensor([1])).shape
+
+
+def test_resuming_the_default_folder_takes_its_settings(tmp_path: Path) -> None:
+    flags = ["--batch=4", "--optim.warmup=1", "--mode=decoder", "--device=cpu"]
+    done = entp("train", "count3", *FLAGS, *flags, "--steps=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = entp("train", "count3", "--resume", "--mode", "decoder", "--steps=4", "--device=cpu", cwd=tmp_path)
+    assert (done.returncode, "step 4/4" in done.stderr) == (0, True), done.stderr
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "there").write_bytes(b"old")
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    write_file(tmp_path / "link", b"new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "there").read_bytes() == b"new"

@@ -277,8 +277,6 @@ class Run:
                 problems.append(f"model.{name} is {getattr(self.model, name)} but {self.task.name} needs {needs.get(name)}")
         if self.task.loss == "squared_error" and self.model.outputs != 1:
             problems.append(f"model.outputs is {self.model.outputs}: squared_error is of one number, so it must be 1")
-        if self.model.position == "given":
-            problems.append("model.position given is for tables set by hand, and training has none: use learned or none")
         problems += self._start_problems()
         if "prefix" in (self.mode, self.start.mode) and self.task.prefix is None:
             problems.append(f"mode prefix needs a task with a prefix, and {self.task.name} has none: use entp or decoder")

@@ -76,6 +76,8 @@ def train(
                 raise InputError(
                     f"optim.{name} is for one process: each would have to choose from its own share. Leave it out."
                 )
+        if run.model.position == "given":
+            raise InputError("model.position given is for tables set by hand, and training has none: use learned or none.")
         one = run.task.batch(run.seed, "train", 0, run.batch)
         check_targets(run, one)
         if run.optim.select or run.optim.take:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from small_runs import FLAGS, TASK, entp, small_run, start_entp
 
-from entp.config import ModelConfig, OptimConfig, Run, StartConfig, TrainConfig, model_for
+from entp.config import ModelConfig, OptimConfig, Run, StartConfig, model_for
 from entp.errors import InputError, TrainingStopped
 from entp.model import Transformer
 from entp.tasks.base import IGNORE, Batch, Split, Task
@@ -187,10 +187,6 @@ REFUSED: dict[str, tuple[Callable[[], Run], str]] = {
         lambda: Run(Pairs(), ModelConfig(**Pairs().model_needs(), layers=1, heads=1, width=8)),
         r"model\.outputs is 2: squared_error is of one number",
     ),
-    "positions by hand": (
-        lambda: Run(TASK, model_for(TASK, "small", position="given"), train=TrainConfig(), optim=OptimConfig()),
-        "model.position given is for tables set by hand",
-    ),
 }
 
 
@@ -198,6 +194,12 @@ REFUSED: dict[str, tuple[Callable[[], Run], str]] = {
 def test_runs_that_would_train_something_else_are_refused(make: Callable[[], Run], says: str) -> None:
     with pytest.raises(InputError, match=says):
         make()
+
+
+def test_positions_set_by_hand_are_not_trained(tmp_path: Path) -> None:
+    run = Run(TASK, model_for(TASK, "small", position="given"))
+    with pytest.raises(InputError, match=r"model\.position given is for tables set by hand"):
+        train(run, tmp_path / "run", device="cpu", quiet=True)
 
 
 PARITY = """

@@ -216,7 +216,7 @@ class StartConfig:
     max_lr: float = 0.0
     """Their learning rate after the warm-up, which falls to optim.max_lr at their end. 0: that all along."""
     even: bool = False
-    """Mode prefixes: every length counts alike, in large batches. Without it the first of n counts 1/n of the last atthen."""
+    """Mode prefixes: every length counts alike, in large batches. Without it the first of n counts 1/n of the last then."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "start.")

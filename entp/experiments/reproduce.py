@@ -28,7 +28,7 @@ from entp.intervals import wilson
 from entp.table import format_table
 from entp.training.checkpoint import alone_in, find, load, write_file
 from entp.training.metrics import read_metrics
-from entp.training.trainer import train
+from entp.training.trainer import reached, train
 
 POINTS = 160
 """Evaluations of a run that results.json keeps at most, evenly spread."""
@@ -270,7 +270,7 @@ def _one_run(recipe: Recipe, label: str, run: Run, runs: Path) -> dict[str, Any]
         return None
     limit, last = run.train.max_seconds, steps[-1]
     finished = last["step"] >= run.steps or (limit is not None and last["seconds"] >= limit)
-    finished = finished or _target_reached(run, evaluations)
+    finished = finished or any(reached(run, row) for row in evaluations)
     final = _read_final(folder)
     return {
         "seed": run.seed,
@@ -285,13 +285,6 @@ def _one_run(recipe: Recipe, label: str, run: Run, runs: Path) -> dict[str, Any]
         "settings": json.loads((folder / "config.json").read_text()),
         "environment": json.loads((folder / "environment.json").read_text()),
     }
-
-
-def _target_reached(run: Run, evaluations: list[dict[str, Any]]) -> bool:
-    goal, target = run.goal, run.train.target
-    if target is None:
-        return False
-    return any(row[goal] <= target if goal == "loss" else row[goal] >= target for row in evaluations)
 
 
 def _curve(evaluations: list[dict[str, Any]], steps: list[dict[str, Any]], metrics: tuple[str, ...]) -> list[dict[str, float]]:

@@ -66,29 +66,15 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Wait for other processes that write to this folder, where the system has locks."""
+def alone_in(folder: Path, refuse: str = "") -> Iterator[None]:
+    """Wait for other processes that hold this folder, or refuse it with that sentence, where the system has locks."""
     handle = os.open(folder, os.O_RDONLY) if fcntl else None
     try:
         if fcntl and handle is not None:
-            with contextlib.suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        if handle is not None:
-            os.close(handle)
-
-
-@contextlib.contextmanager
-def trained_by_us(out: Path) -> Iterator[None]:
-    """Refuse a folder in which another process trains, where the system has locks."""
-    handle = os.open(out, os.O_RDONLY) if fcntl else None
-    try:
-        if fcntl and handle is not None:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if refuse else 0))
             except BlockingIOError:
-                raise InputError(f"{out} is being trained by another process: wait for it, or give another --out.") from None
+                raise InputError(refuse) from None
             except OSError:
                 pass  # a file system without locks
         yield

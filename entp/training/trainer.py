@@ -66,30 +66,14 @@ def train(
     if resume and fork is not None:
         raise InputError(f"resume continues {out}, fork begins it with a copy of {fork}: give one of them.")
     with join(device) as (world, where):
-        fewest = min(run.batch, run.batch_at(0), run.batch_at(run.steps))
-        if fewest < world.size:
-            raise InputError(f"batch {fewest} is smaller than the {world.size} processes: raise --batch.")
-        if run.optim.decay == "seconds" and world.size > 1:
-            raise InputError("optim.decay seconds is for one process: several clocks would give several rates. Use steps.")
-        for name in ("select", "take"):
-            if getattr(run.optim, name) and world.size > 1:
-                raise InputError(
-                    f"optim.{name} is for one process: each would have to choose from its own share. Leave it out."
-                )
-        if run.model.position == "given":
-            raise InputError("model.position given is for tables set by hand, and training has none: use learned or none.")
-        one = run.task.batch(run.seed, "train", 0, run.batch)
-        check_targets(run, one)
-        if run.optim.select or run.optim.take:
-            places = places_of(one, run.task)
-            if run.optim.take:
-                check_take(run.optim.take, min(run.batch, run.batch_at(run.steps)), places)
+        _check(run, world)
         check_folder(run, out, resume)
         copied = read_fork(run, Path(fork)) if fork is not None else None
         world.barrier()  # nobody creates the folder before all have looked at it
         try:
             out.mkdir(parents=True, exist_ok=True)
-            with checkpoint.trained_by_us(out) if world.first else nullcontext():
+            taken = f"{out} is being trained by another process: wait for it, or give another --out."
+            with checkpoint.alone_in(out, refuse=taken) if world.first else nullcontext():
                 if copied is not None and world.first:
                     write_fork(run, copied, out)
                 world.barrier()
@@ -100,6 +84,26 @@ def train(
             last = checkpoint.newest(out)
             kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been written yet"
             raise InputError(f"no space to write to {out} ({error.strerror}): {kept}. Free space, then use --resume.") from None
+
+
+def _check(run: Run, world: World) -> None:
+    """InputError for what cannot be trained, or not by so many processes."""
+    fewest = min(run.batch, run.batch_at(0), run.batch_at(run.steps))
+    if fewest < world.size:
+        raise InputError(f"batch {fewest} is smaller than the {world.size} processes: raise --batch.")
+    if run.optim.decay == "seconds" and world.size > 1:
+        raise InputError("optim.decay seconds is for one process: several clocks would give several rates. Use steps.")
+    for name in ("select", "take"):
+        if getattr(run.optim, name) and world.size > 1:
+            raise InputError(f"optim.{name} is for one process: each would have to choose from its own share. Leave it out.")
+    if run.model.position == "given":
+        raise InputError("model.position given is for tables set by hand, and training has none: use learned or none.")
+    one = run.task.batch(run.seed, "train", 0, run.batch)
+    check_targets(run, one)
+    if run.optim.select or run.optim.take:
+        places = places_of(one, run.task)
+        if run.optim.take:
+            check_take(run.optim.take, min(run.batch, run.batch_at(run.steps)), places)
 
 
 def new_state(run: Run, device: torch.device) -> State:
@@ -170,7 +174,7 @@ class Loop:
         if not late and state.step < run.steps:
             self.step.warm_up()  # no part of the training's time
         reason, mark = "", time.perf_counter()
-        if self.values and _reached(run, self.values):
+        if self.values and reached(run, self.values):
             over = f"{run.goal} had reached {every.target:g}"
             return Result(self.out, state.step, state.seconds, over, self.values, state.best)
         for batch in () if late else _batches(run, state.step, self.device):
@@ -228,7 +232,7 @@ class Loop:
         self.progress.line(state.step, self.values)
         if self.metrics:
             self.metrics.write("eval", state.step, self.values)
-        return _reached(self.run, self.values)
+        return reached(self.run, self.values)
 
     def save(self) -> None:
         """A checkpoint to continue from, and one of the best weights since the last, unless the weights have gone bad."""
@@ -270,7 +274,8 @@ def _is_better(run: Run, values: dict[str, float], best: dict[str, float]) -> bo
     return not best or rank(values) > rank(best)
 
 
-def _reached(run: Run, values: dict[str, float]) -> bool:
+def reached(run: Run, values: dict[str, float]) -> bool:
+    """Whether an evaluation is as good as the run is to become."""
     target = run.train.target
     if target is None:
         return False

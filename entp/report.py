@@ -14,6 +14,7 @@ from entp.errors import InputError
 from entp.experiments import RECIPES
 from entp.experiments.recipe import Recipe, find_recipe
 from entp.experiments.reproduce import draw, read_file
+from entp.intervals import wilson
 
 HEAD = """# Results
 
@@ -90,7 +91,29 @@ def _table(recipe: Recipe, ran: dict[str, Any]) -> list[str]:
     alone = any((arm.get("fresh") or {}).get("generated") for arm in ran.values())
     head = ["arm", "seeds", "steps", "seconds", *columns, "fresh sequences right", *(["right alone"] if alone else [])]
     rows = [_row(recipe, label, arm, told, alone) for label, arm in ran.items()]
-    return [_line(head), _line(["---"] * len(head)), *map(_line, rows)]
+    return [_line(head), _line(["---"] * len(head)), *map(_line, rows), *_by_seed(ran)]
+
+
+def _by_seed(ran: dict[str, Any]) -> list[str]:
+    """What each seed has on fresh sequences, for arms of several."""
+    lines = []
+    for label, arm in ran.items():
+        told = [f"seed {run['seed']} {_tested(run)}" for run in arm["runs"] if "sequence_accuracy" in run.get("final", {})]
+        lines += [f"\n{label}, fresh sequences right: {'; '.join(told)}."] if len(told) > 1 else []
+    return lines
+
+
+def _tested(run: dict[str, Any]) -> str:
+    final = run["final"]
+    low, high = wilson(round(final["sequence_accuracy"] * final["n"]), final["n"])
+    own = final.get("generated")
+    alone = f", {own['right']} of {own['n']} alone" if own else ""
+    return f"{final['sequence_accuracy']:.4f} ({low:.4f} to {high:.4f}){alone} after {run['seconds']:.0f} s"
+
+
+def _span(values: list[int]) -> str:
+    """The least and the most, if they differ."""
+    return " to ".join(f"{value:,}" for value in sorted({min(values), max(values)}))
 
 
 def _row(recipe: Recipe, label: str, arm: dict[str, Any], told: set[str], alone: bool) -> list[str]:
@@ -98,8 +121,8 @@ def _row(recipe: Recipe, label: str, arm: dict[str, Any], told: set[str], alone:
     row = [
         label if done else f"{label} ({arm['status']})",
         str(len(arm["seeds"])),
-        f"{arm['steps']:,}",
-        f"{arm['seconds']:.0f}",
+        _span([run["steps"] for run in arm["runs"]]),
+        _span([round(run["seconds"]) for run in arm["runs"]]),
     ]
     for metric in recipe.metrics:
         paper = arm["paper"].get(metric)

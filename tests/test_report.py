@@ -93,6 +93,15 @@ def test_a_row_holds_what_its_arm_measured(tmp_path: Path) -> None:
     found["arms"]["prefix decoder medium"] = other  # not all arms shared the device: those that did are named
     (tmp_path / "results" / "count3.json").write_text(json.dumps({**found, "recipe": "count3"}))
     assert ", 4 runs at a time (ENTP medium); torch" in page(tmp_path / "results", tmp_path / "page.md")
+    second = {**other["runs"][0], "seed": 1, "steps": 1060, "seconds": 1e4}
+    arm["runs"].append({**second, "final": {**second["final"], "sequence_accuracy": 0.5, "n": 100}})
+    (tmp_path / "results" / "count3.json").write_text(json.dumps({**found, "recipe": "count3"}))
+    text = page(tmp_path / "results", tmp_path / "page.md")
+    assert "| 60 to 1,060 |" in text  # seeds that took different times are not one number
+    assert " to 10,000 |" in text
+    told = next(line for line in text.splitlines() if line.startswith("ENTP medium, fresh sequences right: seed 0 "))
+    assert "; seed 1 0.5000 (0.4038 to 0.5962), " in told
+    assert told.endswith(" of 32 alone after 10000 s.")
 
 
 @pytest.mark.parametrize(

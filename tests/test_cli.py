@@ -119,7 +119,10 @@ def test_train_offers_the_promised_flags(capsys: pytest.CaptureFixture[str]) -> 
         ("generate runs/first --prompt one", "not a list of whole numbers"),
         ("generate runs/first --max-new-tokens 100", "positions"),
         ("generate runs/first --temperature -1", "temperature"),
-        ("reproduce figure9", "unknown recipe 'figure9': allowed are count3, count3-depth, count3-rates, match3"),
+        (
+            "reproduce figure9",
+            "unknown recipe 'figure9': allowed are count3, count3-depth, count3-longer, count3-rates, match3",
+        ),
         ("reproduce count3 --tiny --only", "--only names no arm: give one or more"),
         ("reproduce count3 --tiny --only None", "unknown arm 'None': allowed are ENTP medium"),
         ("reproduce count3 --tiny --only none", "unknown arm 'none': allowed are ENTP medium"),

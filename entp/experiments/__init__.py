@@ -3,6 +3,7 @@
 RECIPES: dict[str, str] = {
     "count3": "entp.experiments.count3:RECIPE",
     "count3-depth": "entp.experiments.count3_depth:RECIPE",
+    "count3-longer": "entp.experiments.count3_depth:LONGER",
     "count3-rates": "entp.experiments.count3_rates:RECIPE",
     "match3": "entp.experiments.match3:RECIPE",
 }

@@ -289,6 +289,20 @@ def test_depth_asks_for_all_lengths_and_depths() -> None:
     assert len(runs) == 5 * 8
     assert {run.train.max_seconds for run in runs.values()} == {60.0}
     assert {(run.model.width, run.optim.decay) for run in runs.values()} == {(192, "seconds")}
+    longer = find_recipe("count3-longer").runs
+    assert {run.train.max_seconds for run in longer.values()} == {240.0}
+    for label, run in longer.items():
+        assert (run.task, run.model, run.mode) == (runs[label].task, runs[label].model, runs[label].mode)
+
+
+def test_a_decoder_reads_what_entp_reads() -> None:
+    """The arm "as many steps" differs from ENTP from scratch in its mode, and in that all predictions have gradients."""
+    runs = find_recipe("count3").runs
+    entp, decoder = runs["ENTP medium, fast"], runs["decoder medium, as many steps"]
+    assert (decoder.task, decoder.model, decoder.steps, decoder.seed) == (entp.task, entp.model, entp.steps, entp.seed)
+    assert all(decoder.batch_at(step) == entp.batch_at(step) for step in range(0, entp.steps, 1000))
+    assert replace(decoder.optim, select=True) == entp.optim
+    assert decoder.train.target == entp.train.target
 
 
 def test_a_record_gathers_arms_of_several_machines(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from entp import __version__
 from entp.config import Run
-from entp.config_json import run_from_json
+from entp.config_json import read_run
 from entp.errors import InputError, TrainingStopped, one_of
 from entp.options import (
     BenchGenerateOptions,
@@ -182,10 +182,11 @@ def bench_command(args: list[str]) -> int:
         raise one_of("benchmark", what, BENCHES)
     options: Any = parse(BENCHES[what], args[1:] if args[:1] == [what] else args, f"entp bench {what}")
     from entp.bench import record
+    from entp.record_shapes import read_sections
 
     out = options.out
     if out is not None:
-        record.read(out)  # a file that cannot be used is an error before the work, not after it
+        read_sections(out)  # a file that cannot be used is an error before the work, not after it
     module = importlib.import_module(f"entp.bench.{what}")
     keep = {"save": lambda part: record.record(out, what, part)} if what == "step" and out is not None else {}
     section = module.bench(options, **keep)
@@ -319,12 +320,7 @@ def _saved_run(args: list[str], task: str) -> Run | None:
         out, mode = (re.search(rf"^--{name}[=\n](.+)$", joined, re.MULTILINE) for name in ("out", "mode"))
         folder = Path(out.group(1)) if out else Path("runs") / f"{task}-{mode.group(1) if mode else 'entp'}"
     config = folder / "config.json" if folder else None
-    if config is None or not config.is_file():
-        return None
-    try:
-        return run_from_json(json.loads(config.read_text()), str(config))
-    except ValueError as error:
-        raise InputError(f"{config} cannot be read: {error}") from None
+    return read_run(config) if config is not None and config.is_file() else None
 
 
 def _defaults(cls: type[Task], saved: Run | None) -> TrainOptions[Any]:

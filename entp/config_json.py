@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from entp.config import ModelConfig, OptimConfig, Run, StartConfig, TrainConfig
@@ -18,6 +19,22 @@ def run_to_json(run: Run) -> dict[str, Any]:
     data = dataclasses.asdict(run)
     data["task"] = {"name": task_name(run.task), **data["task"]}
     return data
+
+
+def parse_json(text: str | bytes) -> Any:
+    """json.loads, whose ValueError for what is not JSON is also that for what is nested too deeply to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_run(path: Path) -> Run:
+    """The run of a config.json."""
+    try:
+        return run_from_json(parse_json(path.read_text()), str(path))
+    except ValueError as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
 
 
 GONE = {"grow_from": None, "grow_at": 0, "late_adamw": 0.0}

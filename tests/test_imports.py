@@ -15,7 +15,7 @@ ROOT = Path(entp.__file__).parent
 LEVELS = [
     {"errors", "intervals", "table", "pretrained"},
     {"checks"},
-    {"tasks", "config", "config_json"},
+    {"tasks", "config", "config_json", "record_shapes"},
     {"attention", "model"},
     {"engine"},
     {"training", "theory", "hf"},

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import pytest
 from small_runs import entp
 
+from entp.cli import main
 from entp.experiments import RECIPES
+from entp.experiments.pictures import draw_depth
 from entp.experiments.recipe import find_recipe
 from entp.experiments.reproduce import read_results
 from entp.experiments.summary import draw_summary
@@ -136,7 +140,86 @@ def test_the_picture_has_a_panel_for_each_file_that_is_there(tmp_path: Path) -> 
         found = tmp_path / f"{name}.json"
         folder = tmp_path / "results"
         folder.mkdir(exist_ok=True)
-        (folder / found.name).write_text((found if found.exists() else ROOT / "results" / found.name).read_text())
+        text = (found if found.exists() else ROOT / "results" / found.name).read_text()
+        (folder / found.name).write_text(text.replace(f'"{name}-tiny"', f'"{name}"'))
         matplotlib.rcParams["svg.fonttype"] = "none"
         assert draw_summary(folder, picture)
         assert all(word in picture.read_text() for word in words), words
+
+
+def remove(path: str) -> Callable[[Any], None]:
+    """What takes a key out of a record: "arms.ENTP medium.runs.0.environment.commit"."""
+
+    def damage(found: Any) -> None:
+        *way, last = path.split(".")
+        for key in way:
+            found = found[int(key) if isinstance(found, list) else key]
+        del found[last]
+
+    return damage
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Any], None], str]] = {
+    "nothing": ("count3", dict.clear, "it has no 'recipe'"),
+    "no arms": ("count3", remove("arms"), "it has no 'arms'"),
+    "arms a number": ("count3", lambda found: found.update(arms=3), "arms is 3: it must be an object"),
+    "an arm a number": ("count3", lambda found: found["arms"].update(x=3), "arms.x is 3: it must be an object"),
+    "runs a number": ("count3", lambda found: found["arms"]["ENTP medium"].update(runs=3), "runs is 3: it must be a list"),
+    "no commit": (
+        "count3",
+        remove("arms.ENTP medium.runs.0.environment.commit"),
+        "arms.ENTP medium.runs.0.environment has no 'commit'",
+    ),
+    "seconds a text": (
+        "count3",
+        lambda found: found["arms"]["ENTP medium"]["runs"][0].update(seconds="12"),
+        "runs.0.seconds is '12': it must be a number",
+    ),
+    "no curve": ("match3", lambda found: found["arms"]["ENTP medium"]["runs"][0].update(curve=[]), "curve is []"),
+    "fresh without runs": ("count3-depth", remove("arms.ENTP, 2 layers, 16 integers.runs"), "has no 'runs'"),
+    "an interval of one": (
+        "count3-depth",
+        lambda found: found["arms"]["ENTP, 2 layers, 16 integers"]["fresh"].update(sequence_accuracy_interval=[0.1]),
+        "sequence_accuracy_interval is [0.1]: it must be a list of 2",
+    ),
+    "shapes a number": ("engine_speed", lambda found: found["step"].update(shapes=3), "step.shapes is 3"),
+    "no device": ("engine_speed", remove("step.environment.device"), "step.environment has no 'device'"),
+    "no steps": ("engine_speed", lambda found: found["step"]["shapes"][0].update(steps=[]), "step.shapes.0.steps is []"),
+}
+
+
+@pytest.mark.parametrize(("name", "damage", "told"), DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_record_is_named_with_its_key(
+    name: str, damage: Callable[[Any], None], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "results").mkdir()
+    for file in {name, "match3"}:
+        (tmp_path / "results" / f"{file}.json").write_bytes((ROOT / "results" / f"{file}.json").read_bytes())
+    path = tmp_path / "results" / f"{name}.json"
+    found = json.loads(path.read_text())
+    damage(found)
+    path.write_text(json.dumps(found))
+    assert main(["report", f"--results={tmp_path / 'results'}", f"--out={tmp_path / 'page.md'}"]) == 2
+    said = capsys.readouterr().err
+    assert f"{path} is" in said
+    assert told in said
+    other = ["bench", "generate", "--out"] if name == "engine_speed" else ["reproduce", name, "--record"]
+    assert main([*other, str(path), *([f"--out={tmp_path}"] if name != "engine_speed" else [])]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_speeds_without_kernels_or_steps_get_no_panel(tmp_path: Path) -> None:
+    """As `entp bench generate`, or `entp bench step` on a CPU, writes them."""
+    speed = json.loads((ROOT / "results" / "engine_speed.json").read_text())
+    for shape in speed["step"]["shapes"]:
+        shape["steps"] = [row for row in shape["steps"] if "triton" not in row["name"]]
+    for sections in (speed, {"generate": speed["generate"]}, {}):
+        (tmp_path / "engine_speed.json").write_text(json.dumps(sections))
+        assert not draw_summary(tmp_path, tmp_path / "all.png")
+
+
+def test_arms_of_other_names_are_not_drawn_by_depth(tmp_path: Path) -> None:
+    found = json.loads((ROOT / "results" / "count3-depth.json").read_text())
+    found["arms"]["something else"] = found["arms"]["ENTP, 2 layers, 16 integers"]
+    draw_depth(found, tmp_path / "depth.png")
+    assert (tmp_path / "depth.png").stat().st_size > 10_000

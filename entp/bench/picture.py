@@ -96,7 +96,9 @@ def _growth(what: str, scale: float, label: str) -> Panel:
         points = section["points"]
         lengths = [point["n"] for point in points]
         for mode in ("entp", "decoder"):
-            fit = next(f for f in section["fits"] if (f["what"], f["mode"]) == (what, mode))
+            fit = next((f for f in section["fits"] if (f["what"], f["mode"]) == (what, mode)), None)
+            if fit is None:
+                continue
             values = [point[mode][what] * scale for point in points]
             axis.loglog(lengths, values, marker=".", color=COLOURS[mode], label=f"{mode}, n^{fit['exponent']:.2f}")
             upper = [n for n in lengths if n >= fit["from_n"]]

@@ -11,26 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from entp.bench.picture import draw
-from entp.errors import InputError
+from entp.record_shapes import read_sections
 from entp.training.checkpoint import write_file
-
-
-def read(path: Path) -> dict[str, Any]:
-    """The sections in a file; none if there is no file."""
-    if not path.exists():
-        return {}
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"--out {path} holds something that is not JSON ({error}): give another file.") from None
-    if not isinstance(data, dict):
-        raise InputError(f"--out {path} is not a file of benchmark sections: give another file.")
-    return data
 
 
 def record(path: Path, name: str, section: dict[str, Any]) -> str:
     """Put a section into the file in place of its older self, and draw all sections. Returns a sentence for a person."""
-    sections = {**read(path), name: section}
+    sections = {**read_sections(path), name: section}
     write_file(path, (json.dumps(sections, indent=1) + "\n").encode())
     picture = path.with_suffix(".png")
     try:

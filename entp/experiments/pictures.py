@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from itertools import cycle
 from pathlib import Path
@@ -63,7 +64,7 @@ def draw_depth(results: dict[str, Any], path: Path) -> None:
 
     Labels are "decoder, 3 layers, 32 integers".
     """
-    points = [(_parts(label), arm["runs"][0]) for label, arm in results["arms"].items() if arm.get("fresh")]
+    points = [(where, arm["runs"][0]) for where, arm in _points(results)]
     lengths = sorted({length for (_, _, length), _ in points})
     figure = new_figure(15, 10) if lengths else None
     if figure is None:
@@ -92,7 +93,7 @@ def draw_depth(results: dict[str, Any], path: Path) -> None:
 
 def depth_lines(results: dict[str, Any], metric: str) -> list[tuple[str, list[int], list[float], dict[str, Any]]]:
     """For each mode and depth: its name, the lengths, the metric on fresh sequences of each, and how to draw it."""
-    points = [(_parts(label), arm["fresh"]) for label, arm in results["arms"].items() if arm.get("fresh")]
+    points = [(where, arm["fresh"]) for where, arm in _points(results)]
     lines = []
     for mode, layers in sorted({(mode, layers) for (mode, layers, _), _ in points}):
         mine = sorted((length, fresh[metric]) for (m, k, length), fresh in points if (m, k) == (mode, layers))
@@ -101,10 +102,11 @@ def depth_lines(results: dict[str, Any], metric: str) -> list[tuple[str, list[in
     return lines
 
 
-def _parts(label: str) -> tuple[str, int, int]:
-    """Mode, layers and length of a label such as "decoder, 3 layers, 32 integers"."""
-    mode, layers, length = label.split(", ")
-    return mode, int(layers.split()[0]), int(length.split()[0])
+def _points(results: dict[str, Any]) -> list[tuple[tuple[str, int, int], dict[str, Any]]]:
+    """Arms that were tested, by mode, layers and length of labels such as "decoder, 3 layers, 32 integers"; no others."""
+    tested = {label: arm for label, arm in results["arms"].items() if arm.get("fresh")}
+    parts = ((re.fullmatch(r"(\w+), (\d+) layers, (\d+) integers", label), arm) for label, arm in tested.items())
+    return [((found[1], int(found[2]), int(found[3])), arm) for found, arm in parts if found]
 
 
 def _style(mode: str, layers: int) -> dict[str, Any]:

@@ -19,20 +19,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from entp.config import Run
-from entp.config_json import config_hash, run_from_json
+from entp.config_json import config_hash, parse_json, read_run, run_from_json, run_to_json
 from entp.errors import InputError, one_of
 from entp.experiments.pictures import draw_curves
 from entp.experiments.pool import side_by_side
 from entp.experiments.recipe import Recipe, find_recipe
 from entp.intervals import wilson
+from entp.record_shapes import FINAL as FINAL_SHAPE
+from entp.record_shapes import check_results, check_shape
 from entp.table import format_table
 from entp.training.checkpoint import alone_in, find, load, write_file
-from entp.training.metrics import read_metrics
+from entp.training.metrics import read_environment, read_metrics
 from entp.training.trainer import reached, train
 
 POINTS = 160
 """Evaluations of a run that results.json keeps at most, evenly spread."""
 FINAL = "final.json"
+UNKNOWN = {"device": "an unknown device", "torch": "unknown", "commit": None, "date": "unknown"}
+"""What is recorded of a run without environment.json."""
 
 
 class How(NamedTuple):
@@ -99,7 +103,7 @@ def reproduce(
 
 def _keep_what_is_left_out(record: Path, kept: int) -> None:
     """A copy of a record that is about to lose runs with other settings: they may be hours of a GPU, and nowhere else."""
-    arms = json.loads(record.read_text())["arms"] if record.exists() else {}
+    arms = parse_json(record.read_text())["arms"] if record.exists() else {}
     if sum(len(arm.get("runs", [])) for arm in arms.values()) > kept:
         names = (record.with_name(f"{record.name}.old{number or ''}") for number in itertools.count())
         copy = next(path for path in names if not path.exists())
@@ -188,10 +192,11 @@ def measure_best(recipe: Recipe, run: Run, folder: Path, how: How) -> None:
 def _read_final(folder: Path) -> dict[str, Any] | None:
     """What was measured of a run's best weights; None if that has to be done, or done again because the file is damaged."""
     try:
-        found = json.loads((folder / FINAL).read_text())
+        found = parse_json((folder / FINAL).read_text())
+        check_shape(found, FINAL_SHAPE)
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and {"weights", "loss", "n"} <= set(found) else None
+    return found
 
 
 Kept = dict[tuple[str, int], dict[str, Any]]
@@ -201,13 +206,15 @@ Kept = dict[tuple[str, int], dict[str, Any]]
 def read_file(path: Path, name: str) -> dict[str, Any]:
     """A file of results of the recipe of that name."""
     try:
-        found = json.loads(path.read_text())
+        found = parse_json(path.read_text())
+        check_shape(found, {"recipe": str})
         if found["recipe"] == name:
+            check_results(found)
             for arm in found["arms"].values():
                 for run in arm.get("runs", []):
                     run_from_json(run["settings"], str(path))
             return found
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{path} is not a file of results ({error}): give another name, or remove it.") from None
     raise InputError(f"{path} holds results of {found['recipe']}, not of {name}: give another name.")
 
@@ -282,8 +289,8 @@ def _one_run(recipe: Recipe, label: str, run: Run, runs: Path) -> dict[str, Any]
         "seconds": last["seconds"],
         "curve": _curve(evaluations, steps, recipe.metrics),
         "config": config_hash(run),
-        "settings": json.loads((folder / "config.json").read_text()),
-        "environment": json.loads((folder / "environment.json").read_text()),
+        "settings": run_to_json(read_run(folder / "config.json")),
+        "environment": {**UNKNOWN, **read_environment(folder)},
     }
 
 
@@ -300,7 +307,8 @@ def _fresh(finals: list[dict[str, Any]]) -> dict[str, Any] | None:
     if not finals:
         return None
     n = sum(one["n"] for one in finals)
-    mean = {m: sum(one[m] * one["n"] for one in finals) / n for m in finals[0] if isinstance(finals[0][m], float)}
+    every = [m for m in finals[0] if all(isinstance(one.get(m), float) for one in finals)]
+    mean = {m: sum(one[m] * one["n"] for one in finals) / n for m in every}
     found: dict[str, Any] = {"n": n, **mean}
     if "sequence_accuracy" in mean:
         found["sequence_accuracy_interval"] = wilson(round(mean["sequence_accuracy"] * n), n)

@@ -5,29 +5,36 @@ Who learns Count3 and how fast, at which length and depth decoders fail, and wha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from entp.experiments.paper_curves import COUNT3
 from entp.experiments.pictures import depth_lines, new_figure
+from entp.experiments.reproduce import read_file
+from entp.record_shapes import read_sections
 
 Draw = Callable[[Any], None]
 COLOURS = {"entp": "C2", "decoder": "C1", "prefix": "C0"}
+SIDES = {
+    "entp reference": ("the paper's loop", "0.6"),
+    "entp triton": ("ENTP, here", "C2"),
+    "decoder-triton": ("decoder, here", "C1"),
+}
 NAMES = {"entp": "ENTP", "decoder": "decoder", "prefix": "prefix decoder"}
 
 
 def draw_summary(results: Path, path: Path) -> bool:
     """One panel for each file that is there and has something to show. False where nothing was drawn."""
-    speed, count3, depth = (_read(results / f"{name}.json") for name in ("engine_speed", "count3", "count3-depth"))
+    speed = read_sections(results / "engine_speed.json").get("step")
+    count3, depth = (_read(results, name) for name in ("count3", "count3-depth"))
     panels: list[Draw] = []
     if count3 and any(_fast(count3)):
         loop = _step(speed, "entp reference") if speed else None
         panels.append(lambda panel: _learning(panel, count3, loop))
     if depth and any(arm.get("fresh") for arm in depth["arms"].values()):
         panels.append(lambda panel: _depths(panel, depth))
-    if speed:
+    if speed and _whole_shapes(speed):
         panels.append(lambda panel: _speeds(panel, speed))
     figure = new_figure(1 + 4.6 * len(panels), 3.9) if panels else None
     if figure is None:
@@ -38,8 +45,9 @@ def draw_summary(results: Path, path: Path) -> bool:
     return True
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text()) if path.is_file() else None
+def _read(results: Path, name: str) -> dict[str, Any] | None:
+    path = results / f"{name}.json"
+    return read_file(path, name) if path.is_file() else None
 
 
 def _fast(count3: dict[str, Any]) -> list[dict[str, Any]]:
@@ -48,10 +56,10 @@ def _fast(count3: dict[str, Any]) -> list[dict[str, Any]]:
     return [run for arm in arms for run in arm.get("runs", [])]
 
 
-def _step(speed: dict[str, Any], contender: str) -> float:
-    """Seconds of a Count3 step."""
-    shape = next(s for s in speed["step"]["shapes"] if s["name"] == "count3")
-    return next(row["median"] for row in shape["steps"] if row["name"] == contender)
+def _step(speed: dict[str, Any], contender: str) -> float | None:
+    """Seconds of a Count3 step; None where it was not measured."""
+    rows = (row for shape in speed["shapes"] if shape["name"] == "count3" for row in shape["steps"])
+    return next((row["median"] for row in rows if row["name"] == contender), None)
 
 
 def _learning(panel: Any, count3: dict[str, Any], loop: float | None) -> None:
@@ -83,23 +91,22 @@ def _depths(panel: Any, depth: dict[str, Any]) -> None:
     panel.legend(fontsize=6)
 
 
+def _whole_shapes(speed: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rows by contender of the shapes on which all sides were measured, by name."""
+    found = {shape["name"]: {row["name"]: row for row in shape["steps"]} for shape in speed["shapes"]}
+    return {name: rows for name, rows in found.items() if SIDES.keys() <= rows.keys()}
+
+
 def _speeds(panel: Any, speed: dict[str, Any]) -> None:
     """A training step by the paper's loop and by the kernels."""
-    shapes = speed["step"]["shapes"]
-    steps = [{row["name"]: row for row in shape["steps"]} for shape in shapes]
-    sides = {
-        "entp reference": ("the paper's loop", "0.6"),
-        "entp triton": ("ENTP, here", "C2"),
-        "decoder-triton": ("decoder, here", "C1"),
-    }
-    for offset, (contender, (name, colour)) in enumerate(sides.items()):
+    shapes = _whole_shapes(speed)
+    steps = list(shapes.values())
+    for offset, (contender, (name, colour)) in enumerate(SIDES.items()):
         places = [n + 0.27 * (offset - 1) for n in range(len(shapes))]
         panel.bar(places, [s[contender]["median"] * 1e3 for s in steps], width=0.25, color=colour, label=name)
     for n, step in enumerate(steps):
         row = step["entp triton"]
         panel.annotate(f"{row['ratio']:.0f}x", (n, row["median"] * 1e3), ha="center", va="bottom", fontsize=8)
-    panel.set(
-        yscale="log", ylabel="ms", title=f"a training step, {speed['step']['environment']['device']}", xticks=range(len(shapes))
-    )
-    panel.set_xticklabels([shape["name"] for shape in shapes])
+    panel.set(yscale="log", ylabel="ms", title=f"a training step, {speed['environment']['device']}", xticks=range(len(shapes)))
+    panel.set_xticklabels(list(shapes))
     panel.legend(fontsize=7)

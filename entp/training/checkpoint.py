@@ -32,7 +32,7 @@ from torch import Tensor
 
 from entp import pretrained
 from entp.config import ModelConfig, Run
-from entp.config_json import run_from_json, run_to_json
+from entp.config_json import parse_json, run_from_json, run_to_json
 from entp.errors import InputError
 from entp.model import Transformer
 
@@ -43,6 +43,8 @@ except ImportError:  # not on Windows
 
 KEEP = 2
 CHECKSUMS = "checksums.json"
+FILES = ("model.safetensors", "config.json", "trainer.pt")
+"""What a checkpoint consists of, the last for those that are resumed."""
 
 
 class Damaged(Exception):
@@ -131,11 +133,14 @@ def newest(out: Path, kind: Literal["step", "best"] = "step") -> Path | None:
 def verify(folder: Path) -> None:
     """Raise Damaged unless every file of the checkpoint is what was written."""
     try:
-        sums = json.loads((folder / CHECKSUMS).read_text())
+        sums = parse_json((folder / CHECKSUMS).read_text())
+        for name in FILES:
+            if name not in sums and (name != "trainer.pt" or (folder / name).exists()):
+                raise Damaged(f"{CHECKSUMS} has no {name}")
         for name, want in sums.items():
             if hashlib.sha256((folder / name).read_bytes()).hexdigest() != want:
                 raise Damaged(f"{name} does not match its checksum")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise Damaged(f"{error}") from None
 
 
@@ -238,7 +243,7 @@ def _model_config(folder: Path) -> ModelConfig:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        return parse_json(path.read_text())
     except OSError:
         raise InputError(f"{path} is missing: the folder is not a complete run.") from None
     except ValueError as error:

@@ -20,7 +20,7 @@ from entp.model import Transformer
 from entp.tasks.base import Batch
 from entp.training.checkpoint import find, load, load_run, save_model
 from entp.training.evaluation import evaluate, fresh_batches
-from entp.training.metrics import environment, read_metrics
+from entp.training.metrics import environment, read_environment, read_metrics
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -67,9 +67,8 @@ def measured(model: Transformer, run: Run, batches: Iterable[Batch], device: tor
 def _training(source: Path, weights: Path) -> dict[str, Any]:
     """Where and for how long the weights were trained; empty where only the weights are there."""
     step = int(weights.name.rpartition("-")[2]) if weights.parent.name == "checkpoints" else None
-    place = source / "environment.json"
-    if step is None or not place.is_file():
+    if step is None or not (source / "environment.json").is_file():
         print(f"{source} is not a run folder: made.json will not say how the weights were trained.", file=sys.stderr)
         return {}
     seconds = [row["seconds"] for row in read_metrics(source) if row["kind"] == "train" and row["step"] <= step]
-    return {"step": step, "seconds": seconds[-1] if seconds else None, "environment": json.loads(place.read_text())}
+    return {"step": step, "seconds": seconds[-1] if seconds else None, "environment": read_environment(source)}

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from entp.config import Run
-from entp.config_json import FREE_TO_CHANGE, config_hash, run_from_json, run_to_json
+from entp.config_json import FREE_TO_CHANGE, config_hash, read_run, run_to_json
 from entp.errors import InputError
 from entp.training import checkpoint
 from entp.training.distributed import World
-from entp.training.metrics import environment
+from entp.training.metrics import environment, read_environment
 
 
 def check_folder(run: Run, out: Path, resume: bool) -> None:
@@ -30,10 +30,7 @@ def check_folder(run: Run, out: Path, resume: bool) -> None:
         return
     if not saved.exists():
         raise InputError(f"{out} holds no run to resume: leave --resume out to start one.")
-    try:
-        old = run_to_json(run_from_json(json.loads(saved.read_text()), str(saved)))
-    except ValueError as error:
-        raise InputError(f"{saved} cannot be read: {error}") from None
+    old = run_to_json(read_run(saved))
     differences = [d for d in _differences(old, run_to_json(run)) if d.split(" ")[0] not in FREE_TO_CHANGE]
     if differences:
         raise InputError(f"{out} holds another run: {'; '.join(differences)}. Use its settings, or another --out.")
@@ -70,11 +67,8 @@ def read_fork(run: Run, source: Path) -> Fork:
         trainer.pop("selection", None)  # made anew: it belongs to a batch and its targets
     metrics = source / "metrics.jsonl"
     rows = metrics.read_bytes() if metrics.is_file() else b""  # resuming drops lines after the checkpoint's step
-    try:
-        before = json.loads((source / "environment.json").read_text())
-    except (OSError, ValueError):
-        before = {}
-    return Fork(weights, trainer, rows, {**before, "forked": {"run": source.name, "step": step, "config": config_hash(old)}})
+    forked = {"run": source.name, "step": step, "config": config_hash(old)}
+    return Fork(weights, trainer, rows, {**read_environment(source), "forked": forked})
 
 
 def write_fork(run: Run, fork: Fork, out: Path) -> None:
@@ -98,15 +92,12 @@ def _differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> l
 def prepare_folder(run: Run, out: Path, device: torch.device, world: World) -> None:
     (out / "checkpoints").mkdir(parents=True, exist_ok=True)
     checkpoint.remove_leftovers(out)
-    _note_environment(out / "environment.json", environment(device, world.size))
+    _note_environment(out, environment(device, world.size))
     checkpoint.write_file(out / "config.json", json.dumps(run_to_json(run), indent=1).encode())
 
 
-def _note_environment(path: Path, now: dict[str, Any]) -> None:
+def _note_environment(out: Path, now: dict[str, Any]) -> None:
     """Where the run was started, and each place where it was resumed."""
-    try:
-        before = json.loads(path.read_text())
-        data = {**before, "resumed": [*before.get("resumed", []), now]}
-    except (OSError, ValueError):
-        data = now
-    checkpoint.write_file(path, json.dumps(data, indent=1).encode())
+    before = read_environment(out)
+    data = {**before, "resumed": [*before.get("resumed", []), now]} if before else now
+    checkpoint.write_file(out / "environment.json", json.dumps(data, indent=1).encode())

@@ -15,8 +15,9 @@ import torch
 
 from entp import __version__
 from entp.config import Run
-from entp.config_json import run_to_json
+from entp.config_json import parse_json, run_to_json
 from entp.errors import InputError
+from entp.record_shapes import ENVIRONMENT, check_shape
 from entp.training.checkpoint import write_file
 
 
@@ -27,7 +28,7 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             if not (isinstance(row, dict) and isinstance(row.get("kind"), str) and isinstance(row.get("step"), int)):
                 raise ValueError
             rows.append(row)
@@ -138,6 +139,17 @@ class Progress:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+
+
+def read_environment(out: Path) -> dict[str, Any]:
+    """environment.json of a run, empty where there is none; damage is an InputError."""
+    path = out / "environment.json"
+    try:
+        found = parse_json(path.read_text()) if path.exists() else {}
+        check_shape(found, {**{f"{key}?": kind for key, kind in ENVIRONMENT.items()}, "resumed?": [{}]})
+    except ValueError as error:
+        raise InputError(f"{path} is damaged ({error}): repair or remove it. It says where the run was trained.") from None
+    return found
 
 
 def environment(device: torch.device, world_size: int) -> dict[str, Any]:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from entp.bench.picture import PANELS, draw
-from entp.bench.record import read, record
+from entp.bench.record import record
 from entp.cli import main
 from entp.errors import InputError
+from entp.record_shapes import read_sections
 
-WHERE = {"device": "somewhere", "torch": "2.0"}
+WHERE = {"device": "somewhere", "torch": "2.0", "commit": None, "date": "2026-01-01"}
 
 
 def generation() -> dict[str, Any]:
@@ -58,7 +59,7 @@ def test_other_sections_stay_and_the_same_one_is_replaced(tmp_path: Path) -> Non
     record(path, "generate", generation())
     record(path, "step", steps(2.0))
     record(path, "step", steps(None))
-    assert read(path) == {"what": "kept as it is", "generate": generation(), "step": steps(None)}
+    assert read_sections(path) == {"what": "kept as it is", "generate": generation(), "step": steps(None)}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["speed.json", "speed.png"]
 
 
@@ -82,7 +83,7 @@ def test_without_matplotlib_the_numbers_are_written_and_the_sentence_says_what_t
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     said = record(tmp_path / "speed.json", "generate", generation())
     assert "pip install 'entp[plot]'" in said
-    assert read(tmp_path / "speed.json") == {"generate": generation()}
+    assert read_sections(tmp_path / "speed.json") == {"generate": generation()}
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[1]", "not a file of benchmark sections")])
@@ -100,7 +101,7 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.Captur
     words = ["--length=6", "--batch=1", "--repeats=1", "--contenders=packed,decoder", "--device=cpu", f"--out={out}"]
     assert main(["bench", *words]) == 0  # plain `entp bench` is `entp bench step`
     printed = capsys.readouterr().out
-    section = read(out)["step"]
+    section = read_sections(out)["step"]
     assert section["config"] == {"contenders": ["packed", "decoder"], "repeats": 1, "warmup": 1}
     for row in section["shapes"][0]["steps"]:
         assert f"{row['median'] * 1e3:.2f}" in printed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import pytest
 import torch
 from small_runs import FLAGS, TASK, entp, small_run, start_entp
 
+from entp.cli import main
 from entp.config import ModelConfig, OptimConfig, Run, StartConfig, model_for
 from entp.errors import InputError, TrainingStopped
 from entp.model import Transformer
@@ -21,6 +23,7 @@ from entp.tasks.counting import Count3
 from entp.training import step
 from entp.training.checkpoint import find, load, save_model, write_file
 from entp.training.evaluation import evaluate
+from entp.training.export import export
 from entp.training.metrics import read_metrics
 from entp.training.trainer import train
 
@@ -274,3 +277,51 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     write_file(tmp_path / "link", b"new")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "there").read_bytes() == b"new"
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("sums", ["{}", "5", "null", "[]", '["model.safetensors", "config.json", "trainer.pt"]', DEEP])
+def test_a_checkpoint_without_its_checksums_is_damaged(sums: str, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    last = find(trained, "last")
+    (last / "checksums.json").write_text(sums)
+    assert find(trained, "last").name == "step-00000005"
+    assert f"checkpoint {last} is damaged" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"step-00000010 is damaged"):
+        load(last)
+
+
+def test_a_trainer_state_without_a_checksum_is_damaged(trained: Path) -> None:
+    last = find(trained, "last")
+    sums = json.loads((last / "checksums.json").read_text())
+    del sums["trainer.pt"]
+    (last / "checksums.json").write_text(json.dumps(sums))
+    assert find(trained, "last").name == "step-00000005"
+
+
+@pytest.mark.parametrize("damage", ["{", "5", "null", "[]", '{"device": 5}', '{"resumed": 5}', '{"resumed": [5]}', DEEP])
+def test_a_damaged_environment_is_named_and_kept(damage: str, trained: Path, tmp_path: Path) -> None:
+    path = trained / "environment.json"
+    path.write_text(damage)
+    uses: list[Callable[[], object]] = [
+        lambda: train(small_run(steps=20), trained, device="cpu", quiet=True, resume=True),
+        lambda: train(small_run(steps=20), tmp_path / "fork", device="cpu", quiet=True, fork=trained),
+        lambda: export(trained, tmp_path / "small", fresh=8),
+    ]
+    for use in uses:
+        with pytest.raises(InputError, match=r"run/environment\.json is damaged \(.*\): repair or remove it"):
+            use()
+    assert path.read_text() == damage
+    path.unlink()
+    train(small_run(steps=20), trained, device="cpu", quiet=True, resume=True)
+    assert {"device", "torch", "date"} <= set(json.loads(path.read_text()))
+
+
+def test_a_config_nested_too_deeply_is_a_sentence(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (trained / "config.json").write_text(DEEP)
+    assert main(["train", "count3", "--resume", f"--out={trained}"]) == 2
+    assert "config.json cannot be read: it is nested too deeply" in capsys.readouterr().err
+    (trained / "metrics.jsonl").write_text(f"{DEEP}\n{DEEP}\n")
+    with pytest.raises(InputError, match=r"metrics.jsonl is damaged: line 1"):
+        read_metrics(trained)

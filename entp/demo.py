@@ -19,6 +19,7 @@ from entp import attention
 from entp.bench.measure import count_flops
 from entp.config import MODES, Mode, OptimConfig, Run, TrainConfig, model_for
 from entp.engine.generate import generate
+from entp.figures import save_figure
 from entp.intervals import wilson
 from entp.model import Transformer
 from entp.pretrained import names
@@ -183,7 +184,7 @@ def draw(sides: list[Side], path: Path) -> bool:
     bars.bar([s.label for s in sides], [s.flops / 1e9 for s in sides], color=["C0", "C1"])
     bars.set(ylabel="training GFLOP", title="what it cost")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    save_figure(figure, path, dpi=110)
     return True
 
 

@@ -18,7 +18,7 @@ LEVELS = [
     {"tasks", "config", "config_json", "record_shapes"},
     {"attention", "model"},
     {"engine"},
-    {"training", "theory", "hf"},
+    {"training", "theory", "hf", "figures"},
     {"experiments"},
     {"report"},
     {"parsing", "options", "demo", "bench", "theory_commands", "cli"},

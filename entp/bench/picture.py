@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from entp.figures import save_figure
+
 COLOURS = {
     "entp reference": "0.6",
     "entp packed": "C0",
@@ -37,7 +39,7 @@ def draw(sections: dict[str, Any], path: Path) -> None:
         axis.set_axis_off()
     machines = sorted({f"{s['environment']['device']}, torch {s['environment']['torch']}" for _, s in panels})
     figure.suptitle("; ".join(machines), fontsize=10)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def _step_times(axis: Any, section: dict[str, Any]) -> None:

@@ -8,6 +8,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from entp.figures import save_figure
+
 if TYPE_CHECKING:
     from entp.experiments.recipe import Recipe
 
@@ -47,7 +49,7 @@ def draw_curves(recipe: Recipe, results: dict[str, Any], path: Path) -> None:
         figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=7)
     dotted = any(m in arm.get("paper", {}) for arm in results["arms"].values() if arm.get("runs") for m in metrics)
     figure.suptitle(results["title"] + (" (dotted: the paper's value)" if dotted else ""), fontsize=10)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def _draw_arm(panel: Any, arm: dict[str, Any], metric: str, colour: str, label: str) -> None:
@@ -88,7 +90,7 @@ def draw_depth(results: dict[str, Any], path: Path) -> None:
     inside[0].set_ylabel("share of right answers")
     learning[0].set_ylabel("validation loss")
     figure.suptitle(results["title"], fontsize=10)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def depth_lines(results: dict[str, Any], metric: str) -> list[tuple[str, list[int], list[float], dict[str, Any]]]:

@@ -12,6 +12,7 @@ from typing import Any
 from entp.experiments.paper_curves import COUNT3
 from entp.experiments.pictures import depth_lines, new_figure
 from entp.experiments.reproduce import read_file
+from entp.figures import save_figure
 from entp.record_shapes import read_sections
 
 Draw = Callable[[Any], None]
@@ -41,7 +42,7 @@ def draw_summary(results: Path, path: Path) -> bool:
         return False
     for panel, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         draw(panel)
-    figure.savefig(path, dpi=110)
+    save_figure(figure, path, dpi=110)
     return True
 
 

@@ -6,7 +6,6 @@ this n alone. The counted steps and counters of `blocked` show points below both
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,11 +15,11 @@ import numpy as np
 import torch
 
 from entp.errors import InputError
+from entp.figures import save_figure
 from entp.table import format_table
 from entp.tasks.counting import count3_next
 from entp.theory import count3_algorithms as algorithms
 from entp.theory.count3_algorithms import Counted
-from entp.training.checkpoint import write_file
 from entp.training.metrics import environment
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -165,9 +164,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     curves, products = figure.subplots(1, 2, width_ratios=(1.3, 1))
     _draw_curves(curves, result)
     _draw_products(products, result)
-    image = io.BytesIO()
-    figure.savefig(image, format=path.suffix.lstrip(".") or "png", dpi=120)
-    write_file(path, image.getvalue())
+    save_figure(figure, path)
 
 
 def _draw_curves(axis: Any, result: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import types
 import typing
 from typing import Any, Literal, get_args
@@ -18,6 +19,21 @@ def choice_problems(config: Any, prefix: str) -> list[str]:
     return [str(one_of(f"{prefix}{name}", getattr(config, name), allowed)).rstrip(".") for name, allowed in wrong.items()]
 
 
+LARGEST = 10**12
+"""No number of a configuration is larger: what is computed with it stays inside 64 bits, and float32."""
+MOST = {"positions": LARGEST, "layers": 10_000, "heads": 100_000, "width": 100_000}
+MOST_WEIGHTS = 10**10
+"""Of a model: one with more fits no GPU in training, where every process holds all of it."""
+
+
+def whole(value: Any) -> int | None:
+    """A whole number of any type, numpy's included, as an int; None for anything else, True and False among it."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
 def check_numbers(config: Any, prefix: str) -> None:
     """Whole numbers must be whole, others finite, switches on or off; makes 1 in a float field 1.0: equal runs hash equal."""
     problems = []
@@ -28,14 +44,31 @@ def check_numbers(config: Any, prefix: str) -> None:
             continue
         if kinds == {bool} and not isinstance(value, bool):
             problems.append(f"{where} is {value!r}: it must be True or False")
-        elif int in kinds and (not isinstance(value, int) or isinstance(value, bool)):
-            problems.append(f"{where} is {value!r}: it must be a whole number")
-        elif float in kinds:
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                problems.append(f"{where} is {value!r}: it must be a finite number")
+        elif int in kinds or float in kinds:
+            number = whole(value) if int in kinds else value
+            endless = isinstance(number, float) and not math.isfinite(number)
+            if endless or isinstance(number, bool) or not isinstance(number, int | float):
+                problems.append(f"{where} is {value!r}: it must be a {'whole' if int in kinds else 'finite'} number")
+            elif abs(number) > LARGEST:
+                problems.append(f"{where} is {value!r}: it must be at most {LARGEST:g}")
             else:
-                object.__setattr__(config, name, float(value))
+                object.__setattr__(config, name, number if int in kinds else float(number))
     complain(problems)
+
+
+def size_problems(model: Any) -> list[str]:
+    """Sizes of a ModelConfig that no model has, each by itself or all together."""
+    wrong = {name: most for name, most in MOST.items() if not 1 <= getattr(model, name) <= most}
+    if wrong:
+        return [
+            f"model.{name} is {getattr(model, name)}: it must be at least 1, at most {most}" for name, most in wrong.items()
+        ]
+    tables = (model.vocab, model.input_dim, model.outputs, None if model.position == "none" else model.positions)
+    weights = (12 * model.layers * model.width + sum(rows or 0 for rows in tables)) * model.width
+    if weights <= MOST_WEIGHTS:
+        return []
+    sizes = ", ".join(f"{name} {getattr(model, name)}" for name in ("layers", "width", "vocab", "positions"))
+    return [f"a model with {sizes} has {weights:.3g} weights: it must be at most {MOST_WEIGHTS:.3g}; make one of them smaller"]
 
 
 def complain(problems: list[str]) -> None:

@@ -269,18 +269,20 @@ def main(argv: list[str] | None = None) -> int:
         if args[0] not in COMMANDS:
             raise one_of("command", args[0], COMMANDS)
         return COMMANDS[args[0]](args[1:])
-    except InputError as error:
+    except (InputError, TrainingStopped) as error:
         print(f"entp: {error}", file=sys.stderr)
-        return 2
-    except TrainingStopped as error:
-        print(f"entp: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
         print("entp: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         sys.stderr.close()
         return 141
+    except (MemoryError, RuntimeError) as error:
+        if not (isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error))):
+            raise
+        print(f"entp: there is not enough memory for a model, batch or task of this size ({error}).", file=sys.stderr)
+        return 2
     except OSError as error:  # a path that cannot be read or written; anything else has a sentence of its own
         print(f"entp: {error.filename or 'a file'} cannot be used: {error.strerror}. Give another path.", file=sys.stderr)
         return 2

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from entp.checks import check_numbers, choice_problems, complain
+from entp.checks import check_numbers, choice_problems, complain, size_problems
 from entp.errors import one_of
 from entp.tasks.base import Task
 
@@ -60,11 +60,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, "model.")
-        problems = [
-            f"model.{name} is {getattr(self, name)}: it must be at least 1"
-            for name in ("positions", "layers", "heads", "width")
-            if getattr(self, name) < 1
-        ]
+        problems = size_problems(self)
         problems += [
             f"model.{name} is {value}: it must be at least 1, or None"
             for name in ("vocab", "input_dim", "outputs")

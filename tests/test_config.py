@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from entp import SIZES, InputError, ModelConfig, OptimConfig, Run, TrainConfig
@@ -128,6 +129,7 @@ MODEL = {"vocab": 8, "positions": 8, "layers": 1, "heads": 2, "width": 8}
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"layers": 2.0}, r"model\.layers is 2\.0: it must be a whole number"),
         ({"positions": 0}, r"model\.positions is 0: it must be at least 1"),
         ({"layers": 0}, r"model\.layers is 0"),
         ({"heads": 0}, r"model\.heads is 0"),
@@ -388,3 +390,12 @@ def test_public_names_are_found_and_others_are_not() -> None:
     assert entp.Run is Run
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         entp.nothing  # noqa: B018
+
+
+def test_numpys_whole_numbers_are_numbers() -> None:
+    config = ModelConfig(vocab=np.int64(8), layers=np.int32(2))  # type: ignore[arg-type]
+    assert config == ModelConfig(vocab=8, layers=2)
+    assert {type(config.vocab), type(config.layers)} == {int}
+    assert type(Count3(length=np.int64(20)).length) is int  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"task\.length is 20\.5: it must be a whole number"):
+        Count3(length=20.5)  # type: ignore[arg-type]

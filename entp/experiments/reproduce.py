@@ -35,6 +35,7 @@ from entp.training.trainer import reached, train
 POINTS = 160
 """Evaluations of a run that results.json keeps at most, evenly spread."""
 FINAL = "final.json"
+MOST_MINUTES = 1e9
 UNKNOWN = {"device": "an unknown device", "torch": "unknown", "commit": None, "date": "unknown"}
 """What is recorded of a run without environment.json."""
 
@@ -82,8 +83,9 @@ def reproduce(
         raise one_of("seed", str(seed), sorted({str(run.seed) for _, run in recipe.arms(only)}))
     if jobs < 1:
         raise InputError(f"--jobs is {jobs}: it must be at least 1.")
-    if minutes is not None and not minutes > 0:
-        raise InputError(f"--minutes is {minutes:g}: it must be above 0.")
+    if minutes is not None and not 0 < minutes <= MOST_MINUTES:
+        told = f"it must be above 0 and at most {MOST_MINUTES:g}; leave it out to train to the end"
+        raise InputError(f"--minutes is {minutes:g}: {told}.")
     folder = runs / recipe.name
     folder.mkdir(parents=True, exist_ok=True)
     done = {key for key, run in kept.items() if run["status"] == "done"}

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from entp.checks import check_numbers
 from entp.errors import InputError
 from entp.tasks.base import IGNORE, Batch, Split, Task
 
@@ -38,6 +39,9 @@ class Addition(Task):
     """Decides which sums are for training."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, "task.")
+        if self.split_seed < 0:
+            raise InputError(f"task.split_seed is {self.split_seed}: it must be at least 0.")
         if not 1 <= self.digits <= 3:
             raise InputError(f"task.digits is {self.digits}: allowed are 1, 2 and 3.")
         most = 100**self.digits - 2

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from entp.checks import check_numbers
 from entp.errors import InputError
 from entp.tasks.base import IGNORE, Batch, Split, Task
 
@@ -66,6 +67,7 @@ class _Counting(Task):
     """The seed's integers are drawn from 0..values-1."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, "task.")
         if not 1 <= self.seed_length < self.length:
             raise InputError(f"task.seed_length {self.seed_length} must be at least 1 and below task.length {self.length}.")
         if self.values < 1:
@@ -142,6 +144,7 @@ class Match3(Task):
     """The integers are drawn from 0..values-1. None: from 0..modulus-1."""
 
     def __post_init__(self) -> None:
+        check_numbers(self, "task.")
         if self.length < 1 or self.modulus < 1:
             raise InputError(f"task.length {self.length} and task.modulus {self.modulus} must be at least 1.")
         if self.values is not None and self.values < 1:

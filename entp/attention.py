@@ -7,12 +7,16 @@ one of its own, full over its prefix (paper, Figure "Attention patterns").
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from entp.checks import whole
 from entp.config import MODES
 from entp.errors import InputError, one_of
 
@@ -20,11 +24,25 @@ from entp.errors import InputError, one_of
 _SAFE_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
+def as_prefix(prefix: Any, device: torch.device | None = None) -> Tensor | int | None:
+    """A prefix given as any whole number, or as a list, array or tensor of them, as an int or a tensor."""
+    number = None if isinstance(prefix, Tensor) else whole(prefix)
+    if prefix is None or number is not None:
+        return number
+    try:
+        given = prefix if isinstance(prefix, Tensor) else torch.as_tensor(np.array(prefix), device=device)
+    except (TypeError, ValueError, RuntimeError):
+        given = None
+    if given is None or given.dtype == torch.bool or given.is_floating_point() or given.is_complex():
+        raise InputError(f"prefix is {prefix!r}: it must be a whole number, or one for each sequence.")
+    return given
+
+
 def visible(
     mode: str,
     time: int,
     *,
-    prefix: Tensor | int | None = None,
+    prefix: Tensor | np.ndarray | Sequence[int] | int | None = None,
     lengths: Tensor | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
@@ -32,18 +50,19 @@ def visible(
 
     decoder: keys up to the query. prefix: also all of the first `prefix` tokens (an int, or one per sequence).
     """
+    given = as_prefix(prefix, device)
     if device is None:
-        device = lengths.device if lengths is not None else prefix.device if isinstance(prefix, Tensor) else None
+        device = lengths.device if lengths is not None else given.device if isinstance(given, Tensor) else None
     steps = torch.arange(time, device=device)
     mask = (steps[None, :] <= steps[:, None])[None]
     if mode == "prefix":
-        if prefix is None:
+        if given is None:
             raise InputError(
                 "mode prefix needs prefix=: the number of first tokens that see each other, or one number per sequence."
             )
-        if not (prefix >= 1 if isinstance(prefix, int) else bool((prefix >= 1).all())):
-            raise InputError(f"prefix must be at least 1 token, got {torch.as_tensor(prefix).tolist()}.")
-        first = prefix if isinstance(prefix, int) else prefix.to(device).reshape(-1, 1, 1)
+        if not (given >= 1 if isinstance(given, int) else bool((given >= 1).all())):
+            raise InputError(f"prefix must be at least 1 token, got {torch.as_tensor(given).tolist()}.")
+        first = given if isinstance(given, int) else given.to(device).reshape(-1, 1, 1)
         mask = mask | (steps[None, None, :] < first) & (steps[None, :, None] < first)
     elif mode != "decoder":
         raise one_of("mode", mode, ("decoder", "prefix"))

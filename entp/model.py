@@ -10,12 +10,14 @@ N any number of rows.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from entp.attention import attend, visible
+from entp.attention import as_prefix, attend, visible
 from entp.config import MODES, ModelConfig
 from entp.errors import InputError, one_of
 
@@ -93,9 +95,9 @@ class Transformer(nn.Module):
         x: Tensor,
         mode: str = "entp",
         *,
-        at: Tensor | list[int] | None = None,
+        at: Tensor | np.ndarray | Sequence[int] | None = None,
         lengths: Tensor | None = None,
-        prefix: Tensor | int | None = None,
+        prefix: Tensor | np.ndarray | Sequence[int] | int | None = None,
         impl: str = "auto",
         token_budget: int | None = None,
     ) -> Tensor:
@@ -112,11 +114,19 @@ class Transformer(nn.Module):
         if mode not in MODES:
             raise one_of("mode", mode, MODES)
         x, lengths = check_inputs(self, x, lengths)
-        hidden = causal_hidden(self, x, mode, lengths=lengths, prefix=prefix, impl=impl)
+        hidden = causal_hidden(self, x, mode, lengths=lengths, prefix=as_prefix(prefix, x.device), impl=impl)
         return select(self, hidden, at, lengths)
 
-    def hidden(self, x: Tensor, mode: str, *, lengths: Tensor | None = None, prefix: Tensor | int | None = None) -> Tensor:
+    def hidden(
+        self,
+        x: Tensor,
+        mode: str,
+        *,
+        lengths: Tensor | None = None,
+        prefix: Tensor | np.ndarray | Sequence[int] | int | None = None,
+    ) -> Tensor:
         """The last block's output (B, T, D) in mode decoder or prefix; with prefix = T this is the plain encoder."""
+        prefix = as_prefix(prefix, x.device)
         if isinstance(prefix, Tensor) and prefix.numel() not in (1, x.shape[0]):
             raise InputError(f"prefix has {prefix.numel()} numbers for {x.shape[0]} sequences: give one number, or one each.")
         h = self.embed(x)

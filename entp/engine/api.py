@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -86,7 +87,7 @@ def _implementation(name: str, generous: bool) -> Callable[[Transformer, Tensor,
 def all_prefixes(
     model: Transformer,
     x: Tensor,
-    at: Tensor | Sequence[int] | None = None,
+    at: Tensor | np.ndarray | Sequence[int] | None = None,
     impl: str = "auto",
     *,
     lengths: Tensor | None = None,
@@ -101,7 +102,7 @@ def all_prefixes(
     token_budget: most rows computed at once. Chunks are recomputed in the backward pass, so that only one is in memory. Without
         one the kernels also make activations of large inputs again instead of keeping them; with one, memory is the caller's.
     """
-    compute = _implementation(choose(impl, x.device, model).impl, token_budget is not None)
+    compute, at = _implementation(choose(impl, x.device, model).impl, token_budget is not None), _as_at(at)
     x, lengths = check_inputs(model, x, lengths)
     wanted = wanted_prefixes(x, at, lengths)
     if token_budget is not None and token_budget < 1:
@@ -150,9 +151,11 @@ def wanted_prefixes(x: Tensor, at: Tensor | Sequence[int] | None, lengths: Tenso
     return wanted
 
 
-def select(model: Transformer, hidden_BTD: Tensor, at: Tensor | Sequence[int] | None, lengths: Tensor | None) -> Tensor:
+def select(
+    model: Transformer, hidden_BTD: Tensor, at: Tensor | np.ndarray | Sequence[int] | None, lengths: Tensor | None
+) -> Tensor:
     """Outputs at the positions `at` (see all_prefixes) of hidden states (B, T, D); 0 at padding."""
-    time = hidden_BTD.shape[1]
+    time, at = hidden_BTD.shape[1], _as_at(at)
     padding = None
     if lengths is not None:
         padding = torch.arange(time, device=hidden_BTD.device) >= lengths[:, None]
@@ -220,6 +223,13 @@ def _spread(rows: Tensor, wanted: Tensor) -> Tensor:
     return out.index_copy(0, positions_of(wanted, rows.device), rows).view(*wanted.shape, *rows.shape[1:])
 
 
+def _as_at(at: Tensor | np.ndarray | Sequence[int] | None) -> Tensor | Sequence[int] | None:
+    """numpy's masks as tensors, its other arrays as lists."""
+    if not isinstance(at, np.ndarray):
+        return at
+    return torch.from_numpy(np.ascontiguousarray(at)) if at.dtype == bool else at.tolist()
+
+
 def _check_mask(at: Tensor, batch: int, time: int) -> None:
     if at.shape != (batch, time):
         raise InputError(f"at is a mask of shape {tuple(at.shape)}: a mask must have the shape of the batch, {(batch, time)}.")
@@ -233,7 +243,7 @@ def _positions(at: Tensor | Sequence[int] | None, time: int) -> list[int]:
     except TypeError:
         positions = None
     if positions is None or any(isinstance(t, bool) for t in at):
-        raise InputError(f"at is {at!r}: it must be a list of positions, or a bool tensor of the shape of the batch.")
+        raise InputError(f"at is {at!r}: it must be a list of positions, or a bool mask of the shape of the batch.")
     bad = [t for t in positions if not 0 <= t < time]
     if bad:
         raise InputError(f"at asks for position {bad[0]}: allowed are 0 to {time - 1}.")

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from entp.attention import as_prefix
 from entp.config import MODES, ModelConfig
 from entp.engine.api import choose
 from entp.engine.caches import Cache, DecoderCache, EntpCache, NoCache
@@ -58,7 +60,7 @@ def generate(
     top_p: float | None = None,
     seed: int | None = None,
     stop: int | None = None,
-    prefix: int | Sequence[int] | None = None,
+    prefix: Tensor | np.ndarray | Sequence[int] | int | None = None,
     cache: bool = True,
 ) -> Prompts:
     """Continue each prompt by max_new_tokens tokens.
@@ -179,10 +181,11 @@ def _check(config: ModelConfig, rows: list[list[int]], max_new_tokens: int, mode
         )
 
 
-def _prefix_lengths(prefix: int | Sequence[int] | None, rows: list[list[int]]) -> Tensor:
+def _prefix_lengths(prefix: Tensor | np.ndarray | Sequence[int] | int | None, rows: list[list[int]]) -> Tensor:
     """The prefix of each prompt, (B,)."""
     lengths = [len(row) for row in rows]
-    first = lengths if prefix is None else [prefix] * len(rows) if isinstance(prefix, int) else [int(p) for p in prefix]
+    given = as_prefix(prefix)
+    first = lengths if given is None else [given] * len(rows) if isinstance(given, int) else given.flatten().tolist()
     if len(first) != len(rows):
         raise InputError(f"prefix has {len(first)} numbers for {len(rows)} prompts: give one number, or one per prompt.")
     for number, (p, length) in enumerate(zip(first, lengths, strict=True)):

@@ -258,7 +258,7 @@ def test_types_that_would_mean_something_else() -> None:
         OptimConfig(select="no")  # type: ignore[arg-type]
     model, x = Transformer(model_for(TASK, "small", layers=1, heads=1, width=8)), torch.zeros(2, 3, dtype=torch.long)
     for at in ([True, False, True], [1.7]):
-        with pytest.raises(InputError, match="it must be a list of positions, or a bool tensor"):
+        with pytest.raises(InputError, match="it must be a list of positions, or a bool mask"):
             model(x, at=at)
     assert model(x, at=[np.int64(1)]).shape == model(x, at=torch.tensor([1])).shape
 

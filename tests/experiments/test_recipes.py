@@ -13,6 +13,7 @@ import pytest
 from small_runs import entp, start_entp
 
 from entp.config import MODES, OptimConfig
+from entp.errors import InputError
 from entp.experiments import RECIPES
 from entp.experiments.count3 import LONG_RATE, PAPER_ARMS
 from entp.experiments.fast import RATE
@@ -378,3 +379,16 @@ def test_what_is_done_is_recorded_before_the_next_begins(tmp_path: Path) -> None
     assert again.returncode == 0, again.stderr
     assert "[1/2] ENTP medium, decoder first, seed 1" in again.stderr
     assert json.loads((tmp_path / "all.json").read_text())["arms"]["ENTP medium, decoder first"]["seeds"] == [0, 1, 2]
+
+
+def test_a_run_whose_place_is_lost_is_recorded_without_it(tmp_path: Path) -> None:
+    recipe, label = find_recipe("count3").tiny(), "ENTP medium"
+    reproduce(recipe, tmp_path, device="cpu", only=[label])
+    place = run_folder(recipe, label, recipe.runs[label], tmp_path) / "environment.json"
+    place.write_text("5")
+    with pytest.raises(
+        InputError, match=r"environment\.json is damaged \(it is 5: it must be an object\): repair or remove it"
+    ):
+        collect(recipe, tmp_path)
+    place.unlink()
+    assert collect(recipe, tmp_path)["arms"][label]["runs"][0]["environment"]["device"] == "an unknown device"

@@ -13,11 +13,12 @@ from entp.config_json import parse_json
 from entp.errors import InputError
 
 ENVIRONMENT = {"device": str, "torch": str, "commit": (str, None), "date": str}
-VALUES: dict[str, Any] = {"loss": float, "token_accuracy": float, "sequence_accuracy": float}
+VALUES: dict[str, Any] = {"loss": float}
+"""Of every recipe; `check_results` asks for the others that a recipe has."""
 ALONE: dict[str, Any] = {"right": int, "n": int}
 PAIR = [float, float]
 FINAL = VALUES | {"weights": str, "n": int, "trained_side_by_side?": int, "by_length?": {"*": float}, "generated?": ALONE}
-FRESH = VALUES | {"n": int, "sequence_accuracy_interval": PAIR, "generated?": ALONE | {"interval": PAIR}}
+FRESH = VALUES | {"n": int, "sequence_accuracy_interval?": PAIR, "generated?": ALONE | {"interval": PAIR}}
 CURVE = [{"step": int, "seconds": float, **VALUES}]
 RUN: dict[str, Any] = {
     "seed": int,
@@ -84,11 +85,15 @@ def read_sections(path: Path) -> dict[str, Any]:
     return data
 
 
-def check_results(data: Any) -> None:
-    """ValueError for what cannot be the results of a recipe; the settings of its runs are checked elsewhere."""
+def check_results(data: Any, metrics: tuple[str, ...]) -> None:
+    """ValueError for what cannot be the results of a recipe with these metrics; its runs' settings are checked elsewhere."""
     check_shape(data, {"recipe": str, "title": str, "arms": {"*": {"status": str}}})
+    every = VALUES | dict.fromkeys(metrics, float)
+    measured = {"ours": every, "fresh": (every, None), "runs": [{"best": every, "final?": every, "curve": [every]}]}
     for label, arm in data["arms"].items():
-        check_shape(arm, ARM if arm.get("runs") or arm.get("fresh") else IDLE, f"arms.{label}")
+        ran = arm.get("runs") or arm.get("fresh")
+        check_shape(arm, ARM if ran else IDLE, f"arms.{label}")
+        check_shape(arm, measured if ran else {}, f"arms.{label}")
 
 
 def check_shape(data: Any, shape: Any, where: str = "") -> None:

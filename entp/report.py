@@ -31,7 +31,7 @@ def page(results: Path, beside: Path) -> str:
     found = _files(results)
     if not found:
         raise InputError(f"{results} has no results: `entp reproduce RECIPE --record {results}/RECIPE.json` adds some.")
-    sections = [_section(find_recipe(name), read_file(path, name), path, beside) for name, path in found.items()]
+    sections = [_section(find_recipe(name), path, beside) for name, path in found.items()]
     missing = [f"`entp reproduce {name}`" for name in RECIPES if name not in found]
     left = f"\nNot recorded yet: {', '.join(missing)}.\n" if missing else ""
     return HEAD + "".join(sections) + left
@@ -40,7 +40,8 @@ def page(results: Path, beside: Path) -> str:
 def draw_again(results: Path) -> None:
     """The pictures beside the files, as `entp reproduce --record` draws them when it ends, from what the files hold now."""
     for name, path in _files(results).items():
-        draw(find_recipe(name), read_file(path, name), path.with_suffix(".png"))
+        recipe = find_recipe(name)
+        draw(recipe, read_file(path, recipe), path.with_suffix(".png"))
 
 
 def _files(results: Path) -> dict[str, Path]:
@@ -48,9 +49,10 @@ def _files(results: Path) -> dict[str, Path]:
     return {name: results / f"{name}.json" for name in RECIPES if (results / f"{name}.json").is_file()}
 
 
-def _section(recipe: Recipe, results: dict[str, Any], path: Path, beside: Path) -> str:
-    ran = {label: arm for label, arm in results["arms"].items() if arm.get("runs")}
-    idle = {label: arm for label, arm in results["arms"].items() if not arm.get("runs")}
+def _section(recipe: Recipe, path: Path, beside: Path) -> str:
+    arms = read_file(path, recipe)["arms"]
+    ran = {label: arm for label, arm in arms.items() if arm.get("runs")}
+    idle = {label: arm for label, arm in arms.items() if not arm.get("runs")}
     lines = [f"\n## {recipe.name}\n", f"{recipe.title}. {recipe.question}\n", f"    entp reproduce {recipe.name}\n"]
     lines += _grid(ran) or _table(recipe, ran)
     lines += [f"\n{_where(ran)}"]

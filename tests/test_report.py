@@ -176,6 +176,11 @@ DAMAGE: dict[str, tuple[str, Callable[[Any], None], str]] = {
         "runs.0.seconds is '12': it must be a number",
     ),
     "no curve": ("match3", lambda found: found["arms"]["ENTP medium"]["runs"][0].update(curve=[]), "curve is []"),
+    "no token accuracy": (
+        "count3",
+        remove("arms.ENTP medium.runs.0.best.token_accuracy"),
+        "arms.ENTP medium.runs.0.best has no 'token_accuracy'",
+    ),
     "fresh without runs": ("count3-depth", remove("arms.ENTP, 2 layers, 16 integers.runs"), "has no 'runs'"),
     "an interval of one": (
         "count3-depth",

@@ -205,27 +205,27 @@ Kept = dict[tuple[str, int], dict[str, Any]]
 """Recorded runs by label and seed."""
 
 
-def read_file(path: Path, name: str) -> dict[str, Any]:
-    """A file of results of the recipe of that name."""
+def read_file(path: Path, recipe: Recipe) -> dict[str, Any]:
+    """A file of results of the recipe."""
     try:
         found = parse_json(path.read_text())
         check_shape(found, {"recipe": str})
-        if found["recipe"] == name:
-            check_results(found)
+        if found["recipe"] == recipe.name:
+            check_results(found, recipe.metrics)
             for arm in found["arms"].values():
                 for run in arm.get("runs", []):
                     run_from_json(run["settings"], str(path))
             return found
     except (OSError, ValueError) as error:
         raise InputError(f"{path} is not a file of results ({error}): give another name, or remove it.") from None
-    raise InputError(f"{path} holds results of {found['recipe']}, not of {name}: give another name.")
+    raise InputError(f"{path} holds results of {found['recipe']}, not of {recipe.name}: give another name.")
 
 
 def read_results(recipe: Recipe, path: Path, quiet: bool = False) -> Kept:
     """The runs in a results file that have this recipe's settings; none where there is no file yet."""
     if not path.exists():
         return {}
-    arms = read_file(path, recipe.name)["arms"]
+    arms = read_file(path, recipe)["arms"]
     current = {(label, run.seed): config_hash(run) for label, run in recipe.arms()}
     kept: Kept = {}
     for key, run in (((label, run["seed"]), run) for label, arm in arms.items() for run in arm.get("runs", [])):

@@ -11,6 +11,7 @@ from typing import Any
 
 from entp.experiments.paper_curves import COUNT3
 from entp.experiments.pictures import depth_lines, new_figure
+from entp.experiments.recipe import find_recipe
 from entp.experiments.reproduce import read_file
 from entp.figures import save_figure
 from entp.record_shapes import read_sections
@@ -48,7 +49,7 @@ def draw_summary(results: Path, path: Path) -> bool:
 
 def _read(results: Path, name: str) -> dict[str, Any] | None:
     path = results / f"{name}.json"
-    return read_file(path, name) if path.is_file() else None
+    return read_file(path, find_recipe(name)) if path.is_file() else None
 
 
 def _fast(count3: dict[str, Any]) -> list[dict[str, Any]]:

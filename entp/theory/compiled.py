@@ -1,7 +1,5 @@
 """Count3 as weights set by hand: a Transformer of four blocks, whatever the length, that computes it without error.
 
-To n of several thousand: beyond, MATCH and SINK would have to grow like 3 ln n (docs/theory.md).
-
     model = count3(n_max=64)                       # x_i < n, every n up to 64
     model = count3(n_max=64, ratio=4)              # x_i < 4 n: the paper's experiments, values up to 63 from n = 16 on
     model(tokens, mode="entp")                     # or save it, load it, generate with it
@@ -44,8 +42,7 @@ Form = dict[str, float]
 BLOCKS, HEADS = 4, 2
 SHARP = 60.0
 """Score by which the right key of a lookup beats the next: others get less than exp(-60) of the weight."""
-MATCH, SINK = 30.0, 30.0
-"""K and S: scores of mismatches fall by at least K below a match, the sink lies S above it."""
+LEAST_MARGIN = 30
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,7 @@ def _program(n_max: int, ratio: int) -> list[Layer]:
     floor = Head([(near, {"J": 1.0}), ({"1": -sharp}, {"J2": 1.0})], {"T": {"J": 1.0}})
     return [
         Layer([last, first], [*_partners(n_max, ratio), *_keys(n_max, ratio)]),
-        Layer([_count(ratio)], [*_match_at_first(ratio), *_clear("A", "K2", "KS")]),
+        Layer([_count(n_max, ratio)], [*_match_at_first(ratio), *_clear("A", "K2", "KS")]),
         Layer([mean]),
         Layer([floor], _remainder(n_max)),
     ]
@@ -170,9 +167,17 @@ def _keys(n_max: int, ratio: int) -> Iterable[Unit]:
         yield Unit({name: 1.0, "FIRST": -shut}, {name: -1.0})
 
 
-def _count(ratio: int) -> Head:
+def margin(n_max: int) -> float:
+    """K and S: scores of mismatches fall by at least K below a match, the sink lies S above it. Whole, so that scores are.
+
+    A count is wrong by less than 2 n^3 exp(-S) in the worst case, and may be by less than one half.
+    """
+    return float(max(LEAST_MARGIN, math.ceil(3 * math.log(n_max)) + 6))
+
+
+def _count(n_max: int, ratio: int) -> Head:
     """The number of rows j > 0 with x_j = a mod n. Each product is (of the query's row) x (of the key's row)."""
-    k = MATCH
+    k = margin(n_max)
     tokens: list[tuple[Form, Form]] = [({"A": 2 * k}, {"GX": 1.0}), ({"1": -k}, {"GX2": 1.0})]
     if ratio > 1:
         tokens += [({"N": 2 * k}, {"QX": 1.0}), ({"N2": -k}, {"Q2": 1.0})]
@@ -180,9 +185,9 @@ def _count(ratio: int) -> Head:
         ({"K2": k}, {"SN2": 1.0}),
         ({"KS": -2 * k}, {"SN": 1.0}),
         ({"X": 2 * k}, {"L": 1.0}),
-        ({"X2": k, "L2": k, "1": SINK}, {"FIRST": 1.0}),
+        ({"X2": k, "L2": k, "1": k}, {"FIRST": 1.0}),
     ]
-    return Head(tokens + sink, {"W": {"1": math.exp(SINK), "FIRST": -math.exp(SINK)}})
+    return Head(tokens + sink, {"W": {"1": math.exp(k), "FIRST": -math.exp(k)}})
 
 
 def _match_at_first(ratio: int) -> Iterable[Unit]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from entp.errors import InputError
 from entp.model import Transformer
 from entp.tasks.base import IGNORE
 from entp.tasks.counting import Count3, count3_next
+from entp.theory import compiled
 from entp.theory.compiled import BLOCKS, answers, count3
 from entp.training.checkpoint import load_run, save_model
 from entp.training.evaluation import evaluate
@@ -72,6 +74,17 @@ def test_size_does_not_depend_on_the_length(n_max: int) -> None:
         x = rng.integers(0, n, (8, n))
         x[0], x[1], x[2] = 0, n // 2, n - 1
         assert np.array_equal(answers(model, x), count3_next(x))
+
+
+@pytest.mark.parametrize("n", [64, 256, 512])
+def test_the_margin_grows_as_it_must(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least margin is for lengths beyond a test's reach: without it, 3 ln n and a little is enough, and less is not."""
+    x = np.zeros((1, n), dtype=int)  # every row has n - 1 equal partners: the largest error there is
+    monkeypatch.setattr(compiled, "LEAST_MARGIN", 0)
+    assert compiled.margin(n) < 30
+    assert answers(count3(n), x).tolist() == [0]
+    monkeypatch.setattr(compiled, "margin", lambda n_max: float(math.floor(3 * math.log(n_max)) - 2))
+    assert answers(count3(n), x).tolist() != [0]
 
 
 @pytest.mark.parametrize("impl", ["reference", "packed"])

@@ -6,6 +6,7 @@ again where that leaves it open, with four minutes, and for each mode the settin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from entp.config import Mode, OptimConfig, Run, TrainConfig, model_for
@@ -17,10 +18,12 @@ from entp.experiments.recipe import Recipe
 from entp.tasks.counting import Count3
 
 LENGTHS = (16, 24, 32, 48, 64)
-DEPTHS: dict[str, tuple[Mode, tuple[int, ...]]] = {"decoder": ("decoder", (1, 2, 3, 6, 12)), "ENTP": ("entp", (2, 3, 6))}
+Depths = dict[str, tuple[Mode, tuple[int, ...]]]
+"""Layers to try of each mode, by the name it has in labels."""
+DEPTHS: Depths = {"decoder": ("decoder", (1, 2, 3, 6, 12)), "ENTP": ("entp", (2, 3, 6))}
 SECONDS = 60.0
 LONGER_LENGTHS = (32, 48)
-LONGER_DEPTHS: dict[str, tuple[Mode, tuple[int, ...]]] = {"decoder": ("decoder", (2, 3, 6)), "ENTP": ("entp", (2, 3, 6))}
+LONGER_DEPTHS: Depths = {"decoder": ("decoder", (2, 3, 6)), "ENTP": ("entp", (2, 3, 6))}
 LONGER_SECONDS = 240.0
 
 
@@ -57,16 +60,21 @@ def tiny(run: Run) -> Run:
     return replace(small, model=model_for(small.task, "small", layers=min(3, run.model.layers), heads=2, width=32))
 
 
+def grid(make: Callable[[Mode, int, int], Run], depths: Depths, *lengths: int) -> dict[str, Run]:
+    """A run for every depth and length, by a name from which the picture reads both."""
+    return {
+        f"{label}, {layers} layers, {length} integers": make(mode, layers, length)
+        for label, (mode, each) in depths.items()
+        for layers in each
+        for length in lengths
+    }
+
+
 RECIPE = Recipe(
     name="count3-depth",
     title="Count3 by length and depth, one minute of training each",
     question="At which length does a decoder fail to learn Count3 where ENTP does not, and does depth help?",
-    runs={
-        f"{label}, {layers} layers, {length} integers": depth_run(mode, layers, length)
-        for label, (mode, depths) in DEPTHS.items()
-        for layers in depths
-        for length in LENGTHS
-    },
+    runs=grid(depth_run, DEPTHS, *LENGTHS),
     metrics=("sequence_accuracy", "token_accuracy", "loss"),
     paper={},
     shrink=tiny,
@@ -74,20 +82,11 @@ RECIPE = Recipe(
     picture=draw_depth,
     few=("decoder, 3 layers, 16 integers", "ENTP, 2 layers, 16 integers", "decoder, 1 layers, 64 integers"),
 )
-LONGER = Recipe(
+LONGER = replace(
+    RECIPE,
     name="count3-longer",
     title="Count3 of 32 and 48 integers, four minutes of training each",
     question="With four minutes instead of one, who learns Count3 of 32 and 48 integers, and does depth help?",
-    runs={
-        f"{label}, {layers} layers, {length} integers": longer_run(mode, layers, length)
-        for label, (mode, depths) in LONGER_DEPTHS.items()
-        for layers in depths
-        for length in LONGER_LENGTHS
-    },
-    metrics=RECIPE.metrics,
-    paper={},
-    shrink=tiny,
-    fresh=RECIPE.fresh,
-    picture=draw_depth,
+    runs=grid(longer_run, LONGER_DEPTHS, *LONGER_LENGTHS),
     few=("decoder, 3 layers, 32 integers", "ENTP, 2 layers, 32 integers"),
 )

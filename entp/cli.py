@@ -31,8 +31,8 @@ from entp.options import (
     ReproduceOptions,
     TrainOptions,
 )
-from entp.parsing import name_of, parse
-from entp.tasks.base import TASKS, Task, task_class
+from entp.parsing import look_here, name_of, parse
+from entp.tasks.base import TASKS, Task, read_prompt, task_class
 
 BENCHES: dict[str, type] = {"step": BenchStepOptions, "generate": BenchGenerateOptions, "scaling": BenchScalingOptions}
 """The benchmarks: each is the module entp.bench.NAME with `bench(options)` and `report(section)`."""
@@ -92,7 +92,7 @@ def generate_command(args: list[str]) -> int:
     from entp.engine.generate import generate
 
     task = run.task
-    prompts = [task.from_text(p) for p in options.prompt] or task.prompts(options.seed, 3)
+    prompts = [read_prompt(task, text) for text in options.prompt] or task.prompts(options.seed, 3)
     new = options.max_new_tokens
     if new is None:
         new = max(1, task.model_needs()["positions"] - max(map(len, prompts)))
@@ -133,7 +133,8 @@ def reproduce_command(args: list[str]) -> int:
     """reproduce RECIPE: a figure or table of the paper"""
     from entp.experiments import RECIPES
 
-    name = name_of(args, "recipe", RECIPES, "reproduce")
+    name = name_of(args, "recipe", [*RECIPES, "or module:NAME of your own"], "reproduce")
+    look_here(name)
     options = parse(ReproduceOptions, args[1:], f"entp reproduce {name}")
     from entp.experiments.recipe import find_recipe
     from entp.experiments.reproduce import reproduce, results_table
@@ -301,15 +302,14 @@ def _help() -> str:
             "",
             *lines,
             "",
-            "first: entp train count3 --mode entp --size small --steps 200 --batch 16 --out runs/first",
+            "first: entp train addition --mode entp --size small --steps 200 --batch 16 --out runs/first",
         ]
     )
 
 
 def _task_class(name: str) -> type[Task]:
-    """The class of a task; one of your own may lie in the current folder."""
-    if ":" in name and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    """The class of a task."""
+    look_here(name)
     return task_class(name)
 
 

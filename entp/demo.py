@@ -7,7 +7,7 @@ numbers, and how far seeds differ.
 
 from __future__ import annotations
 
-import shutil
+import sys
 import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -209,11 +209,14 @@ def _settings(task: Task) -> str:
 
 
 def _train_side(label: str, run: Run, folder: Path) -> Side:
-    """Train one model afresh and test its best weights."""
-    shutil.rmtree(folder, ignore_errors=True)
-    print(f"\ntraining {label}: {run.steps} steps of {run.batch} sums", flush=True)
-    result = train(run, folder, device="cpu")
+    """Train one model, or go on where it was stopped, and test its best weights."""
+    before = (folder / "config.json").exists()
+    print(
+        f"\ntraining {label}: {run.steps} steps of {run.batch} sums{f', continued in {folder}' if before else ''}", flush=True
+    )
+    result = train(run, folder, device="cpu", resume=before)
     if result.stopped_by is not None:
+        print(f"stopped at step {result.step}: the same command goes on from there.", file=sys.stderr)
         raise KeyboardInterrupt
     model = load(folder)
     test = evaluate(model, replace(run, seed=run.seed + 1), split="test", batches=TEST_BATCHES)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
+import sys
 from typing import Any, TypeVar
 
 from entp.errors import InputError
@@ -21,6 +23,12 @@ def name_of(args: list[str], what: str, allowed: Any, command: str) -> str:
         print(f"usage: entp {command} {what.upper().replace(' ', '_')} [OPTIONS]{choices}")
         raise SystemExit(0)
     raise InputError(f"entp {command} needs a {what}{choices}.")
+
+
+def look_here(name: str) -> None:
+    """Something of your own, module:NAME, may lie in the current folder."""
+    if ":" in name and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 def parse(kind: type[Options], args: list[str], program: str, default: Options | None = None) -> Options:

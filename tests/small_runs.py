@@ -11,6 +11,7 @@ from typing import Any
 
 from entp.config import OptimConfig, Run, TrainConfig, model_for
 from entp.tasks.counting import Count3
+from entp.training.metrics import read_metrics
 
 TASK = Count3(seed_length=4, length=10, values=10)
 FLAGS = ["--task.seed-length=4", "--task.length=10", "--task.values=10", "--model.layers=2", "--model.heads=2"]
@@ -60,3 +61,13 @@ def start_entp(*words: str, cwd: Path) -> subprocess.Popen[str]:
     """Start `entp WORDS` and do not wait."""
     command = [sys.executable, "-m", "entp", *words]
     return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+
+
+def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """Until metrics.jsonl has that step, or the process is gone."""
+    end = time.monotonic() + 300
+    while time.monotonic() < end and process.poll() is None:
+        rows = read_metrics(out)
+        if rows and rows[-1]["step"] >= step:
+            return
+        time.sleep(0.01)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import re
+import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from small_runs import start_entp, wait_for_step
 
 from entp import pretrained
 from entp.config import Run, model_for
 from entp.demo import demo, demo_run, shipped
+from entp.errors import InputError
 from entp.intervals import wilson
 from entp.model import Transformer
 from entp.table import format_table
 from entp.tasks.counting import Count3
 from entp.theory import compiled
 from entp.training.checkpoint import save_model
+from entp.training.trainer import train
 
 
 def test_demo_compares_generates_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,7 +32,24 @@ def test_demo_compares_generates_and_draws(tmp_path: Path, capsys: pytest.Captur
         assert words in printed
     assert re.search(r"128 of 128 right as an encoder, \d under a causal mask", printed)
     assert (tmp_path / "demo/demo.png").stat().st_size > 10_000
-    demo(tmp_path / "demo", steps=12)  # again, over the old folder
+    weights = {p: p.stat().st_mtime_ns for p in (tmp_path / "demo").glob("*/checkpoints/*/model.safetensors")}
+    assert demo(tmp_path / "demo", steps=12) == numbers  # again: nothing is trained a second time, or deleted
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "demo").glob("*/checkpoints/*/model.safetensors")} == weights
+    with pytest.raises(InputError, match=r"demo/entp holds another run: .*another --out"):
+        demo(tmp_path / "demo", steps=13)
+
+
+def test_an_interrupted_demo_goes_on(tmp_path: Path) -> None:
+    running = start_entp("demo", "--out=demo", "--steps=400", cwd=tmp_path)
+    wait_for_step(tmp_path / "demo/entp", 30, running)
+    running.send_signal(signal.SIGINT)
+    _, told = running.communicate(timeout=120)
+    assert running.returncode == 130
+    assert "the same command goes on from there" in told
+    last = max(int(p.name.removeprefix("step-")) for p in (tmp_path / "demo/entp/checkpoints").glob("step-*"))
+    assert 30 <= last < 400
+    run = replace(demo_run("entp", 0, 400), steps=last + 2)
+    assert train(run, tmp_path / "demo/entp", resume=True, device="cpu").step == last + 2
 
 
 def test_the_models_that_come_with_entp_are_tested_on_new_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,8 +66,6 @@ def test_the_models_that_come_with_entp_are_tested_on_new_sequences(tmp_path: Pa
 
 
 def test_both_sides_differ_in_the_mode_only() -> None:
-    from dataclasses import replace
-
     assert replace(demo_run("decoder"), mode="entp") == demo_run("entp")
 
 

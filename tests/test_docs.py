@@ -36,11 +36,15 @@ def without_blocks(text: str) -> str:
     return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def code_block(path: Path, language: str) -> str:
-    """The first fenced block of a language."""
-    found = re.search(rf"^```{language}\n(.*?)^```", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+def code_blocks(path: Path, language: str) -> list[str]:
+    """The fenced blocks of a language."""
+    found = re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert found, f"{path.name} has no {language} block"
-    return found[1]
+    return found
+
+
+def code_block(path: Path, language: str) -> str:
+    return code_blocks(path, language)[0]
 
 
 def looks_like_a_path(span: str) -> bool:
@@ -107,7 +111,7 @@ def test_commands_and_recipes_exist(path: Path) -> None:
     """Every `entp COMMAND`, and every recipe that `entp reproduce` is given."""
     text = path.read_text()
     assert set(re.findall(r"(?:`|^)entp ([a-z]+)", text, flags=re.MULTILINE)) <= set(COMMANDS)
-    assert set(re.findall(r"entp reproduce ([a-z][\w-]*)", text)) <= set(RECIPES)
+    assert set(re.findall(r"entp reproduce ([a-z][\w-]*)(?![\w:-])", text)) <= set(RECIPES)
 
 
 def test_map_rows_have_a_status() -> None:
@@ -141,6 +145,19 @@ def test_a_task_in_30_lines_works_as_written(tmp_path: Path) -> None:
     assert "step 20" in trained
     assert "128 sequences of test" in measured
     assert "sequence_accuracy" in measured
+
+
+def test_a_recipe_of_ones_own_works_as_written(tmp_path: Path) -> None:
+    """The two files of docs/add-a-task.md, and the first command of its recipe: two processes find both files."""
+    document = ROOT / "docs" / "add-a-task.md"
+    for name, source in zip(("parity.py", "mine.py"), code_blocks(document, "python"), strict=True):
+        (tmp_path / name).write_text(source)
+    command, _ = re.findall(r"^    (entp reproduce .*)$", document.read_text(), re.MULTILINE)
+    shown = run_command(command, tmp_path)
+    assert "Which mode learns parity?" in shown
+    assert shown.count(" done ") == 2
+    assert len(list((tmp_path / "runs/parity-tiny").glob("*/final.json"))) == 6
+    assert (tmp_path / "runs/parity-tiny/curves.png").stat().st_size > 10_000
 
 
 def test_the_quick_training_works_as_written(tmp_path: Path) -> None:

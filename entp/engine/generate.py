@@ -72,8 +72,9 @@ def generate(
     cache: False reads everything again for each token: slower, and the same tokens.
     """
     sampling = Sampling(temperature, top_k, top_p)
+    vocab = _vocabulary(model.config)
     rows = _as_lists(prompts)
-    _check(model.config, rows, max_new_tokens, mode, stop)
+    _check(model.config, vocab, rows, max_new_tokens, mode, stop)
     device = next(model.parameters()).device
     lengths = torch.tensor([len(row) for row in rows], device=device)
     first = _prefix_lengths(prefix, rows).to(device) if mode == "prefix" else None
@@ -153,26 +154,29 @@ def _as_lists(prompts: Tensor | list[list[int]]) -> list[list[int]]:
         raise InputError("prompts must be a list of lists of token ids, such as [[3, 1, 4], [1, 5]], or a tensor.") from None
 
 
-def _check(config: ModelConfig, rows: list[list[int]], max_new_tokens: int, mode: str, stop: int | None) -> None:
-    """Raise InputError for what cannot be generated."""
-    if mode not in MODES:
-        raise one_of("mode", mode, MODES)
+def _vocabulary(config: ModelConfig) -> int:
+    """How many tokens the model reads and predicts."""
     if config.vocab is None or config.outputs is not None:
         raise InputError(
             f"generation needs a model that reads tokens and predicts them: this one has vocab={config.vocab} and "
             f"outputs={config.outputs}, allowed are a vocab and outputs=None."
         )
+    return config.vocab
+
+
+def _check(config: ModelConfig, vocab: int, rows: list[list[int]], max_new_tokens: int, mode: str, stop: int | None) -> None:
+    """Raise InputError for what cannot be generated."""
+    if mode not in MODES:
+        raise one_of("mode", mode, MODES)
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens is {max_new_tokens}: it must be at least 1.")
     empty = [number for number, row in enumerate(rows) if not row]
     if empty or not rows:
         got = f"prompt {empty[0]} is empty" if empty else "there are no prompts"
         raise InputError(f"{got}: at least one token is needed to predict the next; begin with a start token.")
-    outside = [token for row in [*rows, [] if stop is None else [stop]] for token in row if not 0 <= token < config.vocab]
+    outside = [token for row in [*rows, [] if stop is None else [stop]] for token in row if not 0 <= token < vocab]
     if outside:
-        raise InputError(
-            f"token {outside[0]} (in a prompt, or stop) is not in the vocabulary: allowed are 0 to {config.vocab - 1}."
-        )
+        raise InputError(f"token {outside[0]} (in a prompt, or stop) is not in the vocabulary: allowed are 0 to {vocab - 1}.")
     reads = max(map(len, rows)) + max_new_tokens - 1
     if config.position != "none" and reads > config.positions:
         raise InputError(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from entp.config import Run
-from entp.errors import one_of
+from entp.errors import InputError, one_of
 from entp.experiments import RECIPES
 from entp.experiments.paper_curves import Curve
 
@@ -53,6 +53,8 @@ class Recipe:
     """Arms of the tiny version, where all of them would be too many."""
     missing: dict[str, str] = field(default_factory=dict)
     """Parts of the figure that are not run here, and why."""
+    source: str = ""
+    """How `find_recipe` found it: processes of its own find it again by this."""
 
     def arms(self, only: Sequence[str] = (), seed: int | None = None) -> list[tuple[str, Run]]:
         """Every run with its label, one for each seed; or those of some labels, or of one seed."""
@@ -71,8 +73,15 @@ class Recipe:
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe of that name."""
-    if name not in RECIPES:
-        raise one_of("recipe", name, RECIPES)
-    module, _, attribute = RECIPES[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    """The recipe of that name, or one of your own as `module:NAME`."""
+    path = RECIPES.get(name, name)
+    if ":" not in path:
+        raise one_of("recipe", name, [*RECIPES, "or module:NAME of your own"])
+    module, _, attribute = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise InputError(f"recipe {name!r} cannot be imported: {error}. Give module:NAME, importable from here.") from None
+    if not isinstance(found, Recipe):
+        raise InputError(f"recipe {name!r} is a {type(found).__name__}: it must be an entp.experiments.recipe.Recipe.")
+    return replace(found, source=name)

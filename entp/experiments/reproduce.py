@@ -143,7 +143,7 @@ def _one_by_one(recipe: Recipe, arms: list[tuple[str, Run]], how: How) -> Iterat
 
 def _side_by_side(recipe: Recipe, arms: list[tuple[str, Run]], how: How) -> Iterator[int | None]:
     """Several at once, each in a process of its own. A signal stops all; those that train save what they have."""
-    tasks = [(recipe.name, label, run.seed, how) for label, run in arms]
+    tasks = [(recipe.source, recipe.name, label, run.seed, how) for label, run in arms]
     for done, (number, stopped) in enumerate(side_by_side(how.jobs, _in_process, tasks), 1):
         label, run = arms[number]
         state = "stopped" if stopped else "done"
@@ -151,10 +151,10 @@ def _side_by_side(recipe: Recipe, arms: list[tuple[str, Run]], how: How) -> Iter
         yield stopped
 
 
-def _in_process(name: str, label: str, seed: int, how: How) -> int | None:
-    """The arm of a recipe that this process looks up by its name: recipes hold functions, which do not travel."""
-    recipe = find_recipe(name.removesuffix("-tiny"))
-    recipe = recipe.tiny() if name.endswith("-tiny") else recipe
+def _in_process(source: str, name: str, label: str, seed: int, how: How) -> int | None:
+    """The arm of a recipe that this process looks up again: recipes hold functions, which do not travel."""
+    found = find_recipe(source)
+    recipe = found if found.name == name else found.tiny()
     run = next(run for _, run in recipe.arms([label], seed))
     return carry_out(recipe, label, run, how, quiet=True)
 

@@ -156,6 +156,16 @@ def task_class(name: str) -> type[Task]:
     return cls
 
 
+def read_prompt(task: Task, text: str) -> list[int]:
+    """The tokens of a person's text; what a task of one's own stumbles over is an InputError as well."""
+    try:
+        return task.from_text(text)
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(f"{task.name} cannot read the prompt {text!r}: {error}") from None
+
+
 def task_name(task: Task) -> str:
     """The name under which `task_class` finds this task again."""
     path = f"{type(task).__module__}:{type(task).__qualname__}"

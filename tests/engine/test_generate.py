@@ -346,5 +346,6 @@ def test_errors_say_what_is_wrong(change: dict[str, object], message: str) -> No
 
 @pytest.mark.parametrize("shape", [{"outputs": 3}, {"vocab": None, "input_dim": 4, "outputs": 3}])
 def test_models_that_do_not_predict_tokens_are_refused(shape: dict[str, object]) -> None:
-    with pytest.raises(InputError, match=r"reads tokens and predicts them.*outputs=3"):
-        generate(build(**shape), [[1, 2]], 2)
+    for prompts in ([[1, 2]], [[[0.5] * 4] * 2]):  # vectors are no lists of ids, but that is not what is wrong with them
+        with pytest.raises(InputError, match=r"reads tokens and predicts them.*outputs=3"):
+            generate(build(**shape), prompts, 2)  # type: ignore[type-var]

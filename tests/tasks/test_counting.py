@@ -14,7 +14,7 @@ from small_runs import yardstick
 
 from entp import InputError
 from entp.tasks import IGNORE, Batch, Task, task_class
-from entp.tasks.base import task_name
+from entp.tasks.base import read_prompt, task_name
 from entp.tasks.counting import Count2, Count3, Match3
 
 PROMPT = [52, 14, 22, 48, 28, 37, 3, 28, 14, 1, 12, 20, 38, 48, 51, 41]
@@ -234,6 +234,20 @@ def test_task_of_your_own(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert issubclass(cls, Task)
     assert task_class(task_name(cls())) is cls
     del sys.modules["entp_test_own"]
+
+
+class Clumsy(Count3):
+    def from_text(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+
+def test_a_task_that_cannot_read_a_text_is_told_as_a_sentence() -> None:
+    assert read_prompt(Clumsy(), "1 2") == [1, 2]
+    with pytest.raises(InputError, match=r"cannot read the prompt '1 x': invalid literal for int"):
+        read_prompt(Clumsy(), "1 x")
+    with pytest.raises(InputError) as ours:
+        read_prompt(Count3(), "1 x")
+    assert "cannot read the prompt" not in str(ours.value)  # a task's own sentence stays as it is
 
 
 @pytest.mark.parametrize(

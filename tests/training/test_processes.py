@@ -6,13 +6,12 @@ import json
 import random
 import resource
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from small_runs import FLAGS, entp, run_python, start_entp
+from small_runs import FLAGS, entp, run_python, start_entp, wait_for_step
 
 from entp import load
 from entp.training.metrics import read_metrics
@@ -34,16 +33,6 @@ def assert_same(a: Path, b: Path) -> None:
 
 def evaluations(out: Path) -> list[dict[str, float]]:
     return [row for row in read_metrics(out) if row["kind"] == "eval"]
-
-
-def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
-    """Until metrics.jsonl has that step, or the process is gone."""
-    end = time.monotonic() + 300
-    while time.monotonic() < end and process.poll() is None:
-        rows = read_metrics(out)
-        if rows and rows[-1]["step"] >= step:
-            return
-        time.sleep(0.01)
 
 
 @pytest.mark.slow

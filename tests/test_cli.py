@@ -124,7 +124,7 @@ def test_train_offers_the_promised_flags(capsys: pytest.CaptureFixture[str]) -> 
             "unknown recipe 'figure9': allowed are count3, count3-depth, count3-longer, count3-rates, match3",
         ),
         ("reproduce nowhere:RECIPE", "recipe 'nowhere:RECIPE' cannot be imported: No module named 'nowhere'"),
-        ("reproduce entp.tasks.base:TASKS", "is a dict: it must be an entp.experiments.recipe.Recipe"),
+        ("reproduce entp.tasks.base:TASKS", "it must be an entp.experiments.recipe.Recipe"),
         ("reproduce count3 --tiny --only", "--only names no arm: give one or more"),
         ("reproduce count3 --tiny --only None", "unknown arm 'None': allowed are ENTP medium"),
         ("reproduce count3 --tiny --only none", "unknown arm 'none': allowed are ENTP medium"),

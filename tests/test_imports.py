@@ -14,7 +14,7 @@ import entp
 ROOT = Path(entp.__file__).parent
 LEVELS = [
     {"errors", "intervals", "table", "pretrained"},
-    {"checks"},
+    {"checks", "named"},
     {"tasks", "config", "config_json", "record_shapes"},
     {"attention", "model"},
     {"engine"},

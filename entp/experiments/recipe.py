@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from entp.checks import complain
 from entp.config import Run
 from entp.errors import InputError, one_of
 from entp.experiments import RECIPES
 from entp.experiments.paper_curves import Curve
+from entp.named import find_named
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,23 @@ class Recipe:
 
 def find_recipe(name: str) -> Recipe:
     """The recipe of that name, or one of your own as `module:NAME`."""
-    path = RECIPES.get(name, name)
-    if ":" not in path:
-        raise one_of("recipe", name, [*RECIPES, "or module:NAME of your own"])
-    module, _, attribute = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise InputError(f"recipe {name!r} cannot be imported: {error}. Give module:NAME, importable from here.") from None
+    found = find_named("recipe", name, RECIPES, "module:NAME")
     if not isinstance(found, Recipe):
-        raise InputError(f"recipe {name!r} is a {type(found).__name__}: it must be an entp.experiments.recipe.Recipe.")
+        raise InputError(f"recipe {name!r} is {found!r}: it must be an entp.experiments.recipe.Recipe.")
+    complain(_problems(found))
     return replace(found, source=name)
+
+
+def _problems(recipe: Recipe) -> list[str]:
+    """What would only come to light while its arms are run, or after that."""
+    problems = []
+    if not re.fullmatch(r"\w[\w.-]*", recipe.name):
+        problems.append(f"the recipe's name is {recipe.name!r}: letters, digits, - and _ are allowed, as it names a folder")
+    if not recipe.runs:
+        problems.append(f"recipe {recipe.name} has no runs: give it at least one")
+    for part in ("paper", "seeds", "few"):
+        strangers = [label for label in getattr(recipe, part) if label not in recipe.runs]
+        problems += [str(one_of(f"arm in {part}", label, recipe.runs)).rstrip(".") for label in strangers]
+    goals = {run.goal: label for label, run in recipe.runs.items() if run.goal not in recipe.metrics}
+    problems += [f"{label} is chosen by {goal}, which is not among the recipe's metrics" for goal, label in goals.items()]
+    return problems

@@ -6,13 +6,13 @@ streams of two splits never meet. Targets of IGNORE (-100) carry no loss, and in
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from entp.errors import InputError, one_of
+from entp.named import find_named
 
 IGNORE = -100
 SPLITS = {"train": 0, "valid": 1, "test": 2}
@@ -143,14 +143,7 @@ TASKS: dict[str, str] = {
 
 def task_class(name: str) -> type[Task]:
     """The class of a task, by its name or as `module:Class` for a task of your own."""
-    path = TASKS.get(name, name)
-    if ":" not in path:
-        raise one_of("task", name, [*TASKS, "or module:Class of your own"])
-    module, _, attribute = path.partition(":")
-    try:
-        cls = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise InputError(f"task {name!r} cannot be imported: {error}. Give module:Class, importable from here.") from None
+    cls = find_named("task", name, TASKS, "module:Class")
     if not (isinstance(cls, type) and issubclass(cls, Task)):
         raise InputError(f"task {name!r} is not a class derived from entp.tasks.Task.")
     return cls

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 import signal
+import sys
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_runs import entp, start_entp
@@ -34,6 +37,26 @@ def test_recipes_are_complete(name: str) -> None:
         assert set(values) <= set(recipe.metrics)
         assert all(v.source for v in values.values())
     assert all(run.goal in recipe.metrics for run in recipe.runs.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "../mine"}, r"name is '\.\./mine': letters, digits"),
+        ({"runs": {}, "few": (), "paper": {}, "seeds": {}}, "recipe count3 has no runs"),
+        ({"few": ("ENTP mediun",)}, "unknown arm in few 'ENTP mediun': .*Did you mean"),
+        ({"seeds": {"x": (1, 2)}}, "unknown arm in seeds 'x': allowed are"),
+        ({"metrics": ("loss",)}, "is chosen by sequence_accuracy, which is not among the recipe's metrics"),
+    ],
+)
+def test_what_is_wrong_with_a_recipe_of_ones_own_is_said_before_it_runs(
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = types.ModuleType("entp_test_recipe")
+    own.MINE = replace(find_recipe("count3"), **changes)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, own.__name__, own)
+    with pytest.raises(InputError, match=message):
+        find_recipe("entp_test_recipe:MINE")
 
 
 def test_count3_has_the_papers_settings() -> None:

@@ -145,6 +145,9 @@ def test_the_picture_has_a_panel_for_each_file_that_is_there(tmp_path: Path) -> 
         matplotlib.rcParams["svg.fonttype"] = "none"
         assert draw_summary(folder, picture)
         assert all(word in picture.read_text() for word in words), words
+    assert "sequences read" not in picture.read_text()  # "decoder first" alone says nothing about them
+    assert draw_summary(ROOT / "results", picture)
+    assert all(words in picture.read_text() for words in ("sequences read", "decoder, ENTP's settings", "minutes of training"))
 
 
 def remove(path: str) -> Callable[[Any], None]:

@@ -24,6 +24,8 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "k", "C8", "C9", "navy", "gold")
+"""Of arms: C7 is grey, which is the authors'."""
 DASHES = ("-", "--", "-.", ":")
 """Tell the authors' curves apart, all of them grey."""
 
@@ -40,7 +42,7 @@ def draw_curves(recipe: Recipe, results: dict[str, Any], path: Path) -> None:
             steps, values = zip(*((step / 1000, value) for step, value in curves[metric]), strict=True)
             panel.plot(steps, values, color="0.6", linestyle=dashes, linewidth=1.6, zorder=0, label=f"authors: {label}")
         for number, (label, arm) in enumerate((k, v) for k, v in results["arms"].items() if k in recipe.runs):
-            _draw_arm(panel, arm, metric, f"C{number % 10}", label)
+            _draw_arm(panel, arm, metric, COLOURS[number % len(COLOURS)], label)
         panel.set(xlabel="optimizer steps (thousands)", ylabel=f"validation {metric.replace('_', ' ')}")
         if metric != "loss":
             panel.set_ylim(-0.03, 1.03)

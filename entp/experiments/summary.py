@@ -1,14 +1,16 @@
 """The picture of what was found, from the files in results/.
 
-Who learns Count3 and how fast, at which length and depth decoders fail, and what a step costs.
+Who learns Count3, in how many minutes and from how many sequences, at which length and depth decoders fail, what a step costs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from entp.config_json import run_from_json
 from entp.experiments.paper_curves import COUNT3
 from entp.experiments.pictures import depth_lines, new_figure
 from entp.experiments.recipe import find_recipe
@@ -34,14 +36,18 @@ def draw_summary(results: Path, path: Path) -> bool:
     if count3 and any(_fast(count3)):
         loop = _step(speed, "entp reference") if speed else None
         panels.append(lambda panel: _learning(panel, count3, loop))
+    if count3 and any(runs for *_, runs in _alone(count3)):
+        panels.append(lambda panel: _reading(panel, count3))
     if depth and any(arm.get("fresh") for arm in depth["arms"].values()):
         panels.append(lambda panel: _depths(panel, depth))
     if speed and _whole_shapes(speed):
         panels.append(lambda panel: _speeds(panel, speed))
-    figure = new_figure(1 + 4.6 * len(panels), 3.9) if panels else None
+    columns = 2 if len(panels) == 4 else len(panels)
+    rows = -(-len(panels) // max(columns, 1))
+    figure = new_figure(1 + 4.6 * columns, 3.9 * rows) if panels else None
     if figure is None:
         return False
-    for panel, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    for panel, draw in zip(figure.subplots(rows, columns, squeeze=False).flat, panels, strict=True):
         draw(panel)
     save_figure(figure, path, dpi=110)
     return True
@@ -56,6 +62,24 @@ def _fast(count3: dict[str, Any]) -> list[dict[str, Any]]:
     """Runs of medium models with settings of our own, all with a clock of their own."""
     arms = (arm for label, arm in count3["arms"].items() if label.endswith((", fast", ", decoder first")))
     return [run for arm in arms for run in arm.get("runs", [])]
+
+
+def _alone(count3: dict[str, Any]) -> list[tuple[str, str, list[dict[str, Any]]]]:
+    """Runs of ENTP and decoders without a start: mode, name, runs."""
+    arms = {
+        "ENTP medium, fast": ("entp", "ENTP, here"),
+        "decoder medium, as many steps": ("decoder", "decoder, ENTP's settings"),
+        "decoder medium, as many sequences": ("decoder", "decoder, settings of its own"),
+        "decoder medium, fast": ("decoder", "decoder, settings for longer"),
+    }
+    return [(mode, name, count3["arms"].get(label, {}).get("runs", [])) for label, (mode, name) in arms.items()]
+
+
+def read_by(run: dict[str, Any]) -> list[int]:
+    """Sequences that a recorded run had read at each point of its curve."""
+    made = run_from_json(run["settings"], "a recorded run")
+    read = [0, *accumulate(map(made.batch_at, range(max(point["step"] for point in run["curve"]))))]
+    return [read[point["step"]] for point in run["curve"]]
 
 
 def _step(speed: dict[str, Any], contender: str) -> float | None:
@@ -79,10 +103,24 @@ def _learning(panel: Any, count3: dict[str, Any], loop: float | None) -> None:
         told = f"ENTP, the authors' run\nat the loop's {loop:.2f} s a step"
         panel.plot(minutes, right, color="0.6", linewidth=2, zorder=0, label=told)
     panel.set(xscale="log", ylim=(-0.03, 1.03), title="learning Count3 (64 integers, medium)")
-    panel.set_xlim(left=0.03)  # room for the legend: before the first minute nobody has anything right
+    panel.set_xlim(left=0.01)  # room for the legend: before the first minute nobody has anything right
     device = _fast(count3)[0]["environment"]["device"]
     panel.set(xlabel=f"minutes of training on one {device}", ylabel="validation sequences right (share)")
-    panel.legend(fontsize=7, loc="center left")
+    panel.legend(fontsize=7, loc="upper left")
+
+
+def _reading(panel: Any, count3: dict[str, Any]) -> None:
+    """Sequences right against sequences read, as far as the authors' ENTP went, which read 64 a step."""
+    for (mode, name, runs), dashes in zip(_alone(count3), ("-", "-", "--", ":"), strict=True):
+        style = {"color": COLOURS[mode], "linestyle": dashes}
+        for number, run in enumerate(runs):
+            right = [point["sequence_accuracy"] for point in run["curve"]]
+            panel.plot([read / 1e6 for read in read_by(run)], right, label=None if number else name, **style)
+    points = [(step * 64 / 1e6, right) for step, right in COUNT3["ENTP medium"]["sequence_accuracy"]]
+    panel.plot(*zip(*points, strict=True), color="0.6", linewidth=2, zorder=0, label="ENTP, the authors' run")
+    panel.set(xlim=(0, points[-1][0]), ylim=(-0.03, 1.03), title="the same by sequences read, without a decoder first")
+    panel.set(xlabel="sequences read (millions)", ylabel="validation sequences right (share)")
+    panel.legend(fontsize=7, loc="upper left")
 
 
 def _depths(panel: Any, depth: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ import pytest
 from small_runs import entp, start_entp
 
 from entp.config import MODES, OptimConfig
+from entp.config_json import run_to_json
 from entp.errors import InputError
 from entp.experiments import RECIPES
 from entp.experiments.count3 import LONG_RATE, PAPER_ARMS
@@ -23,6 +24,7 @@ from entp.experiments.fast import RATE
 from entp.experiments.paper_curves import COUNT3
 from entp.experiments.recipe import find_recipe
 from entp.experiments.reproduce import collect, read_results, reproduce, results_table, run_folder
+from entp.experiments.summary import read_by
 from entp.training.checkpoint import load
 from entp.training.evaluation import evaluate
 
@@ -327,6 +329,18 @@ def test_a_decoder_reads_what_entp_reads() -> None:
     assert all(decoder.batch_at(step) == entp.batch_at(step) for step in range(0, entp.steps, 1000))
     assert replace(decoder.optim, select=True) == entp.optim
     assert decoder.train.target == entp.train.target
+    own = runs["decoder medium, as many sequences"]
+    assert (own.task, own.model, own.mode) == (decoder.task, decoder.model, "decoder")
+    for run in (entp, decoder, own):
+        curve = [{"step": step} for step in (1, 24_000, run.steps)]
+        early = 24_000 * run.batch  # before anything changes
+        assert read_by({"settings": run_to_json(run), "curve": curve}) == [run.batch, early, 6_208_000]
+
+
+def test_sequences_that_a_start_reads_count() -> None:
+    run = find_recipe("count3").runs["ENTP medium, decoder first"]
+    curve = [{"step": step} for step in (88_000, 88_001)]
+    assert read_by({"settings": run_to_json(run), "curve": curve}) == [88_000 * 256, 88_000 * 256 + 512]
 
 
 def test_a_record_gathers_arms_of_several_machines(tmp_path: Path) -> None:

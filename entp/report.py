@@ -50,7 +50,7 @@ def _files(results: Path) -> dict[str, Path]:
 
 
 def _section(recipe: Recipe, path: Path, beside: Path) -> str:
-    arms = read_file(path, recipe)["arms"]
+    arms = {label: {} for label in recipe.runs} | read_file(path, recipe)["arms"]
     ran = {label: arm for label, arm in arms.items() if arm.get("runs")}
     idle = {label: arm for label, arm in arms.items() if not arm.get("runs")}
     lines = [f"\n## {recipe.name}\n", f"{recipe.title}. {recipe.question}\n", f"    entp reproduce {recipe.name}\n"]
@@ -129,7 +129,7 @@ def _row(recipe: Recipe, label: str, arm: dict[str, Any], told: set[str], alone:
     for metric in recipe.metrics:
         paper = arm["paper"].get(metric)
         row += [f"{paper['value']:.4g}" if paper else ""] if metric in told else []
-        row.append(f"{arm['ours'][metric]:.4f}")
+        row.append(f"{arm['ours'][metric]:{'#.3g' if metric == 'loss' else '.4f'}}")
     fresh = arm["fresh"] or {}
     share, inside = fresh.get("sequence_accuracy"), fresh.get("sequence_accuracy_interval")
     row.append(f"{share:.4f} ({inside[0]:.4f} to {inside[1]:.4f}), n = {fresh['n']:,}" if inside else "")

@@ -85,8 +85,11 @@ def test_a_row_holds_what_its_arm_measured(tmp_path: Path) -> None:
     assert row[4:6] == ["0.991", f"{arm['ours']['sequence_accuracy']:.4f}"]
     assert row[-2].endswith("n = 64")
     assert row[-1].startswith(f"{arm['fresh']['generated']['right']} of 32 ")
-    assert "Not run: decoder small" not in text  # the tiny recipe has fewer arms, and says so of its own only
-    assert "prefix decoder medium" in text.partition("Not run:")[2]
+    idle = text.partition("Not run: ")[2].splitlines()[0]
+    assert idle.startswith("decoder small; decoder medium; ")  # also arms that the file does not name: a recipe may have grown
+    assert "prefix decoder medium" in idle
+    assert "ENTP medium;" not in idle
+    assert row[-3] == f"{arm['ours']['loss']:#.3g}"
     assert "`entp reproduce match3`" in text.partition("Not recorded yet:")[2]
     assert "at a time" not in text
     arm["runs"][0]["final"]["trained_side_by_side"] = 4

@@ -13,6 +13,8 @@ from entp.options import at_least, check_out
 
 LONGEST = 4096
 """Longest sequence on which compiled weights are tried."""
+MOST_RATIO = 256
+"""Largest ratio of values to lengths that weights are compiled for: their width is about 4.5 times it."""
 ProgramName = Literal["count3", "count3-printed", "match3", "count2", "count3-cot"]
 
 
@@ -112,6 +114,8 @@ class CompiledOptions:
         at_least(self, 0, "seed")
         if self.n_max > LONGEST:
             raise InputError(f"--n-max is {self.n_max}: allowed are 1 to {LONGEST}, because attention takes n² numbers.")
+        if self.ratio > MOST_RATIO:
+            raise InputError(f"--ratio is {self.ratio}: allowed are 1 to {MOST_RATIO}, because the width grows with it.")
 
     def run(self) -> tuple[str, int]:
         import numpy as np
@@ -147,7 +151,8 @@ class CompiledOptions:
             task = Count3(seed_length=min(first, self.n_max - 1), length=self.n_max, values=self.n_max)
             run = Run(task, model.config, "entp", train=TrainConfig(precision="fp32"))  # fp32: no autocast of float64
         folder = save_model(model, self.out, run)
-        return f"\n\nsaved: {folder}. Try: entp evaluate {folder}, entp generate {folder}"
+        told = f"Try: entp evaluate {folder}, entp generate {folder}" if run else f'entp.load("{folder}") reads it'
+        return f"\n\nsaved: {folder}. {told}"
 
 
 @dataclass(frozen=True)

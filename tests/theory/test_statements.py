@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 
+from entp import load
 from entp.cli import main
 from entp.theory import statements
 from entp.theory.programs import PROGRAMS
@@ -73,6 +74,15 @@ def test_compiled_weights_are_a_run(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("n_max", [1, 2, 5])
-def test_short_compiled_weights_can_be_saved_too(n_max: int, tmp_path: Path) -> None:
-    assert main(["theory", "compiled", "--n-max", str(n_max), "--sequences", "3", "--out", str(tmp_path / "c")]) == 0
-    assert (tmp_path / "c" / "model.safetensors").is_file()
+def test_short_compiled_weights_can_be_saved_too(n_max: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(tmp_path / "c")
+    assert main(["theory", "compiled", "--n-max", str(n_max), "--sequences", "3", "--out", folder]) == 0
+    told = capsys.readouterr().out
+    assert load(folder).config.vocab == n_max
+    assert ("entp evaluate" in told) == (main(["evaluate", folder, "--batches", "1"]) == 0)  # what it says to try works
+    assert ("entp.load" in told) != ("entp evaluate" in told)
+
+
+def test_a_ratio_beyond_what_can_be_built_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["theory", "compiled", "--ratio", "1000000"]) == 2
+    assert "--ratio is 1000000: allowed are 1 to 256" in capsys.readouterr().err

@@ -232,8 +232,9 @@ class RunningTable:
 
     def append(self, value: int) -> None:
         """The next token of the sequence."""
-        if not 0 <= value < self.values:
-            raise InputError(f"{value} does not fit a table of {self.values} values: allowed are 0 to {self.values - 1}.")
+        if not 0 <= value < self.values or value != int(value):
+            allowed = f"allowed are 0 to {self.values - 1}, whole numbers"
+            raise InputError(f"{value} does not fit a table of {self.values} values: {allowed}.")
         self.x.append(int(value))
         self.arrival = Meter()
         self._add(int(value))

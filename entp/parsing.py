@@ -20,7 +20,8 @@ def name_of(args: list[str], what: str, allowed: Any, command: str) -> str:
         return args[0]
     choices = f": allowed are {', '.join(allowed)}" if allowed else ""
     if args and args[0] in ("-h", "--help"):
-        print(f"usage: entp {command} {what.upper().replace(' ', '_')} [OPTIONS]{choices}")
+        name = what.upper().replace(" ", "_")
+        print(f"usage: entp {command} {name} [OPTIONS]{choices}\n\noptions: entp {command} {name} --help")
         raise SystemExit(0)
     raise InputError(f"entp {command} needs a {what}{choices}.")
 

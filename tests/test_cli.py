@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -71,6 +72,13 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         main([*command.split(), "--help"])
     assert stop.value.code == 0
     assert f"usage: entp {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "generate", "export", "reproduce"])
+def test_help_without_a_name_says_where_the_options_are(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert re.search(rf"^options: entp {command} [A-Z_]+ --help$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_bench_lists_its_three(capsys: pytest.CaptureFixture[str]) -> None:

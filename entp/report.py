@@ -21,8 +21,10 @@ HEAD = """# Results
 Made by `entp report` from the files in `results/`, which have every run's settings, curve, seed, device, versions, commit and
 date. Best: the best evaluation during training, as in the paper's tables, mean over seeds. Fresh: what the best weights do on
 sequences that no run has seen, all seeds together, with 95 % intervals; alone: sequences that the model continues by itself,
-from what it is given, without any error. Paper: its tables; for count3, which it shows as curves, the authors' published ones
-(ENTP's best, decoders' last values). Seconds are of training, evaluations included, on one device.
+from what it is given, without any error. Intervals are of the weights that were tested: they say what other sequences would
+change, not what other seeds would, which can be more. Paper: its tables; for count3, which it shows as curves, the authors'
+published ones (ENTP's best, decoders' last values). Seconds are of training, evaluations included, on one device, by the code
+of the run's own commit, which the files name: later code may be faster.
 """
 
 
@@ -50,7 +52,8 @@ def _files(results: Path) -> dict[str, Path]:
 
 
 def _section(recipe: Recipe, path: Path, beside: Path) -> str:
-    arms = {label: {} for label in recipe.runs} | read_file(path, recipe)["arms"]
+    younger: dict[str, Any] = {label: {} for label in recipe.runs}  # arms that the file may not name
+    arms = younger | read_file(path, recipe)["arms"]
     ran = {label: arm for label, arm in arms.items() if arm.get("runs")}
     idle = {label: arm for label, arm in arms.items() if not arm.get("runs")}
     lines = [f"\n## {recipe.name}\n", f"{recipe.title}. {recipe.question}\n", f"    entp reproduce {recipe.name}\n"]

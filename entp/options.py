@@ -145,7 +145,7 @@ class ExportOptions:
     dtype: Literal["bf16", "fp32"] = "bf16"
     """What the weights are rounded to, before they are measured."""
     fresh: int = 10_000
-    """Sequences to measure it on, none of which it has seen."""
+    """Sequences to measure it on, drawn anew."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:NUMBER."""
     task: str | None = None

@@ -20,11 +20,11 @@ HEAD = """# Results
 
 Made by `entp report` from the files in `results/`, which have every run's settings, curve, seed, device, versions, commit and
 date. Best: the best evaluation during training, as in the paper's tables, mean over seeds. Fresh: what the best weights do on
-sequences that no run has seen, all seeds together, with 95 % intervals; alone: sequences that the model continues by itself,
-from what it is given, without any error. Intervals are of the weights that were tested: they say what other sequences would
-change, not what other seeds would, which can be more. Paper: its tables; for count3, which it shows as curves, the authors'
-published ones (ENTP's best, decoders' last values). Seconds are of training, evaluations included, on one device, by the code
-of the run's own commit, which the files name: later code may be faster.
+sequences drawn anew, in no other use, all seeds together, with 95 % intervals; alone: sequences that the model continues by
+itself, from what it is given, without any error. Intervals are of the weights that were tested: they say what other sequences
+would change, not what other seeds would, which can be more. Paper: its tables; for count3, which it shows as curves, the
+authors' published ones (ENTP's best, decoders' last values). Seconds are of training, evaluations included, on one device, by
+the code of the run's own commit, which the files name: later code may be faster.
 """
 
 
@@ -57,7 +57,7 @@ def _section(recipe: Recipe, path: Path, beside: Path) -> str:
     ran = {label: arm for label, arm in arms.items() if arm.get("runs")}
     idle = {label: arm for label, arm in arms.items() if not arm.get("runs")}
     lines = [f"\n## {recipe.name}\n", f"{recipe.title}. {recipe.question}\n", f"    entp reproduce {recipe.name}\n"]
-    lines += _grid(ran) or _table(recipe, ran)
+    lines += [*(_grid(ran) or _table(recipe, ran)), *_seen(ran)]
     lines += [f"\n{_where(ran)}"]
     if idle:
         names = [f"{label} ({arm['why']})" if "why" in arm else label for label, arm in idle.items()]
@@ -80,6 +80,20 @@ def _grid(ran: dict[str, Any]) -> list[str]:
     told = f"Of {', '.join(n)} fresh sequences wholly right, and tokens right, after {', '.join(seconds)} seconds of training."
     lines = [f"{told}\n", _line(["", *columns]), _line(["---"] * (1 + len(columns)))]
     return lines + [_line([row, *(_cell(cells[row, column]["fresh"]) for column in columns)]) for row in rows]
+
+
+def _seen(ran: dict[str, Any]) -> list[str]:
+    """Where training read more sequences than there are, so that those drawn anew are hardly unseen: Count3 of few integers."""
+    read: dict[tuple[int, int], list[int]] = {}
+    for settings, run in ((run["settings"], run) for arm in ran.values() for run in arm["runs"]):
+        task, most = settings["task"], run["steps"] * settings["batch"]
+        if "seed_length" in task and (there := task["values"] ** task["seed_length"]) < most:
+            read.setdefault((task["length"], there), []).append(most)
+    return [
+        f"\nThere are only {there:,} different sequences of {length} integers, and training read {_span(each)}: most of the "
+        "fresh ones had been seen, so that their shares do not tell a rule that was learned from sequences kept in mind."
+        for (length, there), each in read.items()
+    ]
 
 
 def _cell(fresh: dict[str, Any]) -> str:

@@ -64,6 +64,8 @@ def test_arms_that_fill_a_grid_are_shown_as_one(tmp_path: Path) -> None:
         assert cell.startswith(f"{fresh['sequence_accuracy']:.3f} (")
         assert cell.endswith(f"tokens {fresh['token_accuracy']:.3f}")
     assert any(line.startswith("Of 2,048 fresh sequences wholly right") for line in lines())
+    (seen,) = [line for line in lines() if line.startswith("There are only ")]  # of 24 integers there are many more
+    assert seen.startswith("There are only 65,536 different sequences of 16 integers, and training read 365,504 to 2,557,504: ")
     found["arms"]["decoder, 3 layers, 48 integers"] = {"status": "not run", "paper": {}}
     assert any(line.startswith("| decoder, 3 layers, 32 integers | 1 |") for line in lines())  # a row per arm
 

@@ -46,7 +46,7 @@ class Recipe:
     curves: dict[str, dict[str, Curve]] = field(default_factory=dict)
     """Label to metric to the authors' curve, drawn in grey."""
     fresh: int = 10_000
-    """Sequences on which the best weights of a finished run are tested, none of which it has seen."""
+    """Sequences, drawn anew, on which the best weights of a finished run are tested."""
     alone: int = 0
     """Sequences that it then continues by itself."""
     picture: Callable[[dict[str, Any], Path], None] | None = None

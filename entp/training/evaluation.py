@@ -111,7 +111,10 @@ def check_targets(run: Run, batch: Batch) -> None:
 
 
 def fresh_batches(run: Run, sequences: int) -> Iterator[Batch]:
-    """Test batches that no run has seen: their seeds count back from 2^32, where seeds of data end."""
+    """Test batches in no other use: their seeds count back from 2^32, where seeds of data end.
+
+    Training may have drawn the same sequences by chance, and has where a task has few: Count3 of 16 integers, 4 of them random.
+    """
     return some_batches(run, "test", -(-sequences // run.batch), 2**32 - 1 - run.seed)
 
 

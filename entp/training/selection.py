@@ -145,17 +145,19 @@ def chosen(selection: Selection, start_P: Tensor, budget: int, device: torch.dev
     )
 
 
-def places_of(batch: Batch, task: Task) -> tuple[int, ...]:
-    """Where a batch asks for predictions; an InputError if that is not the same in every sequence."""
+def places_of(batch: Batch, task: Task, known: Selection | None = None) -> tuple[int, ...]:
+    """Where a batch asks for predictions; an InputError if not all sequences ask there, and those that are known before."""
     asked = batch.y != IGNORE
-    if batch.lengths is not None or not (asked == asked[0]).all():
+    if not asked.any():
+        raise InputError(f"no sequence of this batch of {task.name} has a target: there is nothing to choose from.")
+    places = tuple(np.flatnonzero(asked[0]).tolist())
+    moved = known is not None and places != known.places
+    if batch.lengths is not None or not (asked == asked[0]).all() or moved:
         raise InputError(
             "optim.select and optim.take need predictions at the same places of every sequence, without padding, and "
             f"{task.name} does not have them: leave them out."
         )
-    if not asked.any():
-        raise InputError(f"no sequence of this batch of {task.name} has a target: there is nothing to choose from.")
-    return tuple(np.flatnonzero(asked[0]).tolist())
+    return places
 
 
 @dataclass(frozen=True, eq=False)

@@ -133,7 +133,7 @@ def _prepare(run: Run, state: State, batch: Batch, device: torch.device, world: 
     old, optim = state.selection, run.at(state.step).optim
     due = state.step % RENEW == 0 or (optim.take > 0 and old is None) or (old is not None and old.batch != len(batch.x))
     if due and (optim.select or optim.take):
-        places, found = places_of(batch, run.task), None
+        places, found = places_of(batch, run.task, old), None
         if old is None:
             inputs = _inputs(run, state, batch, device, world)
             parts = [torch.from_numpy(batch.y != IGNORE)] if optim.take else inputs.parts
@@ -155,7 +155,7 @@ def _inputs(run: Run, state: State, batch: Batch, device: torch.device, world: W
     lengths = None if batch.lengths is None else torch.from_numpy(batch.lengths).to(device)
     picked = None
     if state.selection is not None:
-        places_of(batch, run.task)  # it must ask for the same predictions
+        places_of(batch, run.task, state.selection)  # it must ask for the same predictions
         start = starts(run, step, len(state.selection.places))
         picked = chosen(state.selection, start, budget, device)
     return Inputs(x, y, lengths, parts, asked, [], picked, drawn)

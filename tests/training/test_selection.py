@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,11 +20,12 @@ from torch import Tensor
 import entp
 from entp.config import OptimConfig, Run, StartConfig, TrainConfig, model_for
 from entp.errors import InputError
-from entp.tasks.base import IGNORE, Batch
+from entp.tasks.base import IGNORE, SPLITS, Batch, Split
 from entp.tasks.counting import Count3
 from entp.training import checkpoint, selection, step
 from entp.training.distributed import World
 from entp.training.metrics import read_metrics
+from entp.training.prefixes import draw_prefixes
 from entp.training.selection import Prices, Selection, chances, draw, places_of, renewed, starts
 from entp.training.step import State, Stepper, train_step
 from entp.training.trainer import new_state
@@ -74,6 +76,16 @@ def test_chances(sequences: int, places: int, seed: int, data: Any) -> None:
         assert ratio.numel() == 0 or float(ratio.max() / ratio.min()) == pytest.approx(1, rel=1e-6)
         sure = wanted[:, n] & ~below
         assert not sure.any() or ratio.numel() == 0 or raised[sure, n].min() * ratio.max() >= 1 - 1e-6
+
+
+@pytest.mark.parametrize(("as_decoder", "least"), [(False, 1 / 11), (True, 1 / 2)], ids=["own errors", "a decoder's errors"])
+def test_no_chance_is_next_to_0(as_decoder: bool, least: float) -> None:
+    """A prediction without an error counts by at most 11 times what it would if chances were equal, or by twice."""
+    kept = chosen_here((2,) * 6, small_run(), as_decoder=as_decoder)
+    found = torch.zeros(8, 6)
+    found[:4] = 1.0
+    chance = chances(found, torch.full((6,), 8), torch.full((6,), 2), kept.floor)
+    assert torch.allclose(chance[4:], torch.tensor(least * 2 / 8).double())
 
 
 def test_chances_without_errors_are_equal() -> None:
@@ -185,6 +197,18 @@ def test_predictions_shared_out(batch: int, places: int, seed: int, data: Any) -
             assert wish[more] / (taken[more] + 1) <= 1.0001 * wish[less] / (taken[less] - 1)
 
 
+def test_means_follow_the_errors_of_those_tried() -> None:
+    """By a hundredth of each batch; what was not tried does not count."""
+    kept = chosen_here((1,) * 6, small_run(), tried=(8, 8, 4, 4, 2, 1))
+    tried, found = torch.tensor(kept.tried), torch.full((8, 6), 3.0)
+    kept.note(torch.where(torch.arange(8)[:, None] < tried, found, 0.0), tried)
+    assert torch.allclose(kept.mean, torch.tensor(0.99 + 0.01 * 3))
+    assert torch.allclose(kept.square, torch.tensor(0.99 + 0.01 * 9))
+    again = Selection.restore(kept.save(), CPU)
+    assert torch.equal(again.mean, kept.mean)
+    assert torch.equal(again.square, kept.square)
+
+
 def test_counts_by_a_decoders_errors_are_kept_while_they_are_good_enough() -> None:
     places, errors = (3, 4, 5), torch.tensor([[0.1, 0.2, 0.4]]).expand(64, 3)
     first = renewed(None, errors, places, 64, take=30)
@@ -192,6 +216,11 @@ def test_counts_by_a_decoders_errors_are_kept_while_they_are_good_enough() -> No
     assert first.as_decoder
     assert first.tried == (64, 64, 64)
     assert first.taken[0] < first.taken[1] < first.taken[2]
+    assert renewed(first, None, places, 64, take=30) is first
+    first.mean[0] *= 1.3  # others would be a little better: not by enough
+    assert Prices(np.array(places) + 1.0, first.mean.numpy(), first.square.numpy(), 64).shared_out(30)[1].tolist() != [
+        *first.taken
+    ]
     assert renewed(first, None, places, 64, take=30) is first
     first.mean[0] = 1.0
     second = renewed(first, None, places, 64, take=30)
@@ -217,11 +246,28 @@ def test_kernels_give_the_same_gradients_of_the_same_choice(as_decoder: bool) ->
         assert (got - want).norm() < 1e-6 * want.norm() + 1e-12
 
 
-def test_all_taken_is_the_plain_step() -> None:
-    run = small_run(train={"precision": "fp32"})
+@dataclass(frozen=True)
+class Early(Count3):
+    """Count3 that asks for nothing after the last two integers, or at another place from some training step on."""
+
+    name: ClassVar[str] = "early"
+    moves_at: int = 10**9
+
+    def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
+        batch = super().batch(seed, split, step, size)
+        batch.y[:, -2:] = IGNORE
+        if split == "train" and step >= self.moves_at:
+            batch.y[:, self.seed_length] = IGNORE
+        return batch
+
+
+@pytest.mark.parametrize("task", [TASK, Early(4, 10, 10)], ids=["to the end", "not to the end"])
+def test_all_taken_is_the_plain_step(task: Count3) -> None:
+    run = small_run(task=task, train={"precision": "fp32"})
     batch = run.task.batch(0, "train", 0, run.batch)
     plain, state = trained(run), trained(run)
-    state.selection = chosen_here((run.batch,) * 6, run)
+    numbers = (run.batch,) * len(places_of(batch, task))
+    state.selection = chosen_here(numbers, run, tried=numbers)
     want, want_norm, _ = train_step(run, plain, batch, CPU, World())
     got, got_norm, _ = train_step(run, state, batch, CPU, World())
     assert float(got) == pytest.approx(float(want), rel=1e-6)
@@ -320,6 +366,18 @@ def test_it_begins_when_it_pays_and_keeps_counts_that_are_good_enough() -> None:
     assert renewed(second, None, places, 64) is None
 
 
+def test_it_begins_where_a_tenth_of_the_price_is_saved() -> None:
+    below = []
+    for wrong in range(1, 64):
+        found = torch.zeros(64, 3)
+        found[:wrong] = 1.0
+        prices = prices_of(found.double(), (3, 4, 5))
+        below.append(prices.of(*prices.cheapest()) <= 0.9)
+        assert (renewed(None, found, (3, 4, 5), 64) is not None) == below[-1]
+    assert below == sorted(below, reverse=True)
+    assert 0 < sum(below) < 63
+
+
 def selecting_run(**changes: Any) -> Run:
     return small_run(optim={"select": True, **changes.pop("optim", {})}, steps=12, **changes)
 
@@ -355,7 +413,13 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(choosing_run: Callable[..., 
 
 @pytest.mark.usefixtures("early")
 def test_the_choice_is_drawn_anew_in_every_step() -> None:
+    """By random numbers that no batch is made of, nor prefixes drawn by."""
     run = selecting_run()
+    others = [TASK.rng(run.seed, split, 3).random(6) for split in SPLITS]
+    assert not any(np.array_equal(starts(run, 3, 6).numpy(), other) for other in others)
+    batch = TASK.batch(0, "train", 3, 64)
+    for where in (*(TASK.rng(run.seed, split, 3).random(64) for split in SPLITS), starts(run, 3, 64).numpy()):
+        assert not np.array_equal(draw_prefixes(run, 3, batch, 1.0).prefix, 4 + np.floor(6 * where))
     assert not torch.equal(starts(run, 3, 6), starts(run, 4, 6))
     assert torch.equal(starts(run, 3, 6), starts(run, 3, 6))
     assert not torch.equal(starts(run, 3, 6), starts(selecting_run(seed=1), 3, 6))
@@ -419,9 +483,10 @@ def test_only_where_it_makes_sense(tmp_path: Path) -> None:
         assert done.returncode == 2
         assert allowed in done.stderr
         assert not (tmp_path / "few").exists()
-    fewer = small_run(batch=8, steps=9, optim={"take": 20, "late_batch": 3, "late_at": 4})
-    with pytest.raises(InputError, match="to 18, all of a batch"):
-        entp.train(fewer, tmp_path / "fewer", device="cpu", quiet=True)
+    for batch, late in ((8, 3), (3, 8)):
+        fewer = small_run(batch=batch, steps=9, optim={"take": 20, "late_batch": late, "late_at": 4})
+        with pytest.raises(InputError, match="to 18, all of a batch"):
+            entp.train(fewer, tmp_path / "fewer", device="cpu", quiet=True)
     with pytest.raises(InputError, match=r"optim\.select is for mode entp"):
         small_run(mode="decoder", optim={"select": True})
     done = command("train", "count3", *FLAGS, "--mode=decoder", "--optim.select", cwd=tmp_path)
@@ -439,6 +504,15 @@ def test_only_where_it_makes_sense(tmp_path: Path) -> None:
     for other in (Batch(batch.x, y), Batch(batch.x, batch.y, np.array([9, 9, 9]))):
         with pytest.raises(InputError, match="the same places of every sequence"):
             places_of(other, TASK)
+
+
+@KINDS
+@pytest.mark.parametrize("moves_at", [2, 4], ids=["between", "where the choice is renewed"])
+@pytest.mark.usefixtures("early")
+def test_places_that_move_are_a_sentence(choosing_run: Callable[..., Run], moves_at: int, tmp_path: Path) -> None:
+    run = choosing_run(task=Early(4, 10, 10, moves_at))
+    with pytest.raises(InputError, match="the same places of every sequence"):
+        entp.train(run, tmp_path / "run", device="cpu", quiet=True)
 
 
 @pytest.mark.gpu

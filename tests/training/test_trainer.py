@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import sys
+import time
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,17 +19,19 @@ import torch
 from small_runs import TASK, small_run
 
 import entp
-from entp.config import Run, model_for
+from entp.config import Run, StartConfig, model_for
 from entp.errors import InputError, TrainingStopped
 from entp.model import Transformer
 from entp.tasks.base import IGNORE, Batch, Split, Task
-from entp.tasks.counting import Match3
+from entp.tasks.counting import Count3, Match3
+from entp.training import checkpoint
 from entp.training.distributed import World
-from entp.training.evaluation import accuracy_by_length, evaluate, generated_right, some_batches
+from entp.training.evaluation import accuracy_by_length, evaluate, fresh_batches, generated_right, some_batches
 from entp.training.metrics import read_metrics
 from entp.training.optim import learning_rate, make_optimizers
 from entp.training.step import State, train_step
-from entp.training.watch import LossWatch
+from entp.training.trainer import _check, _is_better, reached
+from entp.training.watch import LossWatch, StopSignals
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
@@ -62,9 +67,9 @@ def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
     assert not equal(weights(tmp_path / "a"), weights(tmp_path / "c"))
 
 
-def one_step(**train: object) -> tuple[float, dict[str, torch.Tensor]]:
+def one_step(clip: float = 0.0, **train: object) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of the first step in float64."""
-    run = small_run(train=train, optim={"clip": 0.0})
+    run = small_run(train=train, optim={"clip": clip})
     torch.manual_seed(0)
     model = entp.Transformer(run.model).double()
     state = State(model, make_optimizers(model, run.optim))
@@ -81,6 +86,16 @@ def test_chunks_add_up_to_the_same_gradient(budget: int) -> None:
     assert grads.keys() == chunked.keys()
     for name, grad in grads.items():
         torch.testing.assert_close(chunked[name], grad, rtol=1e-6, atol=1e-9, msg=name)
+
+
+def test_gradients_are_clipped_to_the_largest_norm_or_not_at_all() -> None:
+    def norm(clip: float) -> float:
+        return math.sqrt(sum(float(g.square().sum()) for g in one_step(clip)[1].values()))
+
+    whole = norm(0.0)
+    assert whole > 0.1
+    assert norm(2 * whole) == pytest.approx(whole, rel=1e-9)
+    assert norm(whole / 2) == pytest.approx(whole / 2, rel=1e-4)
 
 
 def test_reference_and_packed_train_alike() -> None:
@@ -133,6 +148,77 @@ def test_best_checkpoint_is_the_best_evaluation(tmp_path: Path) -> None:
     assert evaluate(entp.load(tmp_path / "run"), run)["loss"] == pytest.approx(best["loss"], rel=1e-6)
 
 
+def test_what_is_better_and_what_is_good_enough() -> None:
+    """Ties in accuracy go to the lower loss, and what is just as good does not replace what is there."""
+    first = {"loss": 0.5, "sequence_accuracy": 0.75}
+    by_accuracy, by_loss = (small_run(train={"target_metric": m, "target": 0.5}) for m in ("sequence_accuracy", "loss"))
+    for run in (by_accuracy, by_loss):
+        assert _is_better(run, first, {})
+        assert not _is_better(run, first, first)
+        assert _is_better(run, {**first, "loss": 0.4}, first)
+        assert not _is_better(run, {**first, "loss": 0.6}, first)
+    assert _is_better(by_accuracy, {"loss": 0.6, "sequence_accuracy": 0.8}, first)
+    assert not _is_better(by_loss, {"loss": 0.6, "sequence_accuracy": 0.8}, first)
+    assert [reached(by_loss, {"loss": v}) for v in (0.4, 0.5, 0.6)] == [True, True, False]
+    assert [reached(by_accuracy, {"sequence_accuracy": v}) for v in (0.4, 0.5, 0.6)] == [False, True, True]
+
+
+SPREAD: dict[str, dict[str, Any]] = {
+    "all along": {"batch": 2},
+    "first": {"start": StartConfig(steps=6, batch=2)},
+    "late": {"optim": {"late_batch": 2, "late_at": 4}},
+}
+
+
+@pytest.mark.parametrize("changes", SPREAD.values(), ids=SPREAD.keys())
+def test_every_process_has_a_sequence_in_every_step(changes: dict[str, Any]) -> None:
+    _check(small_run(**changes), World(0, 2))
+    with pytest.raises(InputError, match="batch 2 is smaller than the 3 processes"):
+        _check(small_run(**changes), World(0, 3))
+
+
+@dataclass(frozen=True)
+class Stopping(Count3):
+    """Count3 that asks the process to stop at training step 6."""
+
+    name: ClassVar[str] = "stopping"
+
+    def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
+        if split == "train" and step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().batch(seed, split, step, size)
+
+
+def test_a_run_that_is_told_to_stop_writes_what_it_has_and_measures_nothing_more(tmp_path: Path) -> None:
+    rare = {"log_every": 10**6, "eval_every": 1, "checkpoint_every": 10**6}
+    run = small_run(task=Stopping(4, 10, 10), steps=10**4, train=rare)
+    result = entp.train(run, tmp_path / "run", device="cpu", quiet=True)
+    assert (result.stopped_by, result.step < 10**4) == (signal.SIGTERM, True)
+    rows = read_metrics(tmp_path / "run")
+    (line,) = (row for row in rows if row["kind"] == "train")
+    assert (line["step"], line["seconds"]) == (result.step, round(result.seconds, 3))
+    assert [row["step"] for row in rows if row["kind"] == "eval"] == list(range(1, result.step))
+    assert checkpoint.read_trainer(checkpoint.find(tmp_path / "run", "last"))["seconds"] == result.seconds > 0
+
+
+def test_a_second_interrupt_does_not_wait_for_the_step() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with StopSignals() as signals:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+        assert signals.caught == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_last_step_is_logged_measured_and_saved_whatever_the_intervals(tmp_path: Path) -> None:
+    rare = {"log_every": 5, "eval_every": 100, "checkpoint_every": 100}
+    entp.train(small_run(steps=7, train=rare), tmp_path / "run", device="cpu", quiet=True)
+    assert [(r["kind"], r["step"]) for r in read_metrics(tmp_path / "run")] == [("train", 5), ("train", 7), ("eval", 7)]
+    assert checkpoint.find(tmp_path / "run", "last").name == "step-00000007"
+
+
 def test_training_stops_at_the_target(tmp_path: Path) -> None:
     run = small_run(steps=100, train={"target_metric": "loss", "target": 10.0})
     result = entp.train(run, tmp_path / "run", device="cpu", quiet=True)
@@ -172,7 +258,9 @@ def test_training_stops_when_its_time_is_over_and_goes_on_with_more(tmp_path: Pa
 
 def test_a_rate_that_follows_the_clock(tmp_path: Path) -> None:
     run = small_run(steps=10**6, optim={"decay": "seconds", "warmup": 1}, train={"max_seconds": 3.0, "log_every": 1})
-    entp.train(run, tmp_path / "run", device="cpu", quiet=True)
+    start = time.perf_counter()
+    result = entp.train(run, tmp_path / "run", device="cpu", quiet=True)
+    assert result.seconds < time.perf_counter() - start  # no moment counts twice
     rows = [row for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
     rates = [row["lr"] for row in rows][1:]
     assert rates == sorted(rates, reverse=True)
@@ -192,6 +280,15 @@ def test_accuracy_by_length_adds_up_to_token_accuracy(tmp_path: Path) -> None:
     assert sum(found.values()) / len(found) == pytest.approx(evaluate(model, run, split="test", batches=3)["token_accuracy"])
 
 
+@torch.no_grad()
+def always_zero(model: Transformer) -> None:
+    """Weights whose answer is always 0."""
+    for p in model.parameters():
+        p.zero_()
+    model.tokens.weight[0] = 1.0
+    model.norm.bias.fill_(1.0)
+
+
 @pytest.mark.parametrize("mode", ["entp", "decoder", "prefix"])
 def test_generated_right_is_what_generation_gives(mode: str, tmp_path: Path) -> None:
     """A task that the weights solve, and one that they do not; token by token through generate."""
@@ -200,13 +297,40 @@ def test_generated_right_is_what_generation_gives(mode: str, tmp_path: Path) -> 
     model = Transformer(run.model)
     right, tried = generated_right(model, run, some_batches(run, "test", 2))
     assert (right, tried) == (0, 16)
-    with torch.no_grad():  # always answers 0: right where every rule-made integer is 0
-        for p in model.parameters():
-            p.zero_()
-        model.tokens.weight[0] = 1.0
-        model.norm.bias.fill_(1.0)
+    always_zero(model)  # right where every rule-made integer is 0
     zeros = sum(int((batch.y[:, 3:] == 0).all(1).sum()) for batch in some_batches(run, "test", 40))
     assert generated_right(model, run, some_batches(run, "test", 40)) == (zeros, 320)
+
+
+@dataclass(frozen=True)
+class Partial(Count3):
+    """Count3 that asks for the first two rule-made integers only."""
+
+    name: ClassVar[str] = "partial"
+
+    def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
+        batch = super().batch(seed, split, step, size)
+        batch.y[:, self.seed_length + 1 :] = IGNORE
+        return batch
+
+
+def test_what_is_not_asked_for_may_be_anything() -> None:
+    run = small_run(task=Partial(4, 10, 10))
+    model = Transformer(run.model)
+    always_zero(model)
+    zeros = sum(int((batch.y[:, 3:5] == 0).all(1).sum()) for batch in some_batches(run, "test", 20))
+    assert zeros > sum(int((batch.x[:, 4:] == 0).all(1).sum()) for batch in some_batches(run, "test", 20))
+    assert generated_right(model, run, some_batches(run, "test", 20)) == (zeros, 160)
+
+
+def test_fresh_sequences_are_each_runs_own() -> None:
+    """Whole batches, at least as many as asked for, of a seed that is no run's, and another for each run."""
+    for seed in (0, 1, 7):
+        run = small_run(seed=seed)
+        found = list(fresh_batches(run, 17))
+        assert len(found) == 3
+        for step, batch in enumerate(found):
+            assert np.array_equal(batch.x, TASK.batch(2**32 - 1 - seed, "test", step, 8).x)
 
 
 def test_what_cannot_be_continued_is_a_sentence() -> None:
@@ -216,12 +340,14 @@ def test_what_cannot_be_continued_is_a_sentence() -> None:
         generated_right(Transformer(run.model), run, some_batches(run, "test", 1))
 
 
-def test_a_loss_that_is_not_finite_stops_and_overwrites_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rarely", [{}, {"log_every": 100}, {"log_every": 100, "eval_every": 100}], ids=str)
+def test_a_loss_that_is_not_finite_stops_and_overwrites_nothing(rarely: dict[str, int], tmp_path: Path) -> None:
+    """Whether a line, an evaluation or a checkpoint is the first to come after it."""
     task = Rotten()
     model = model_for(task, "small", layers=2, heads=2, width=16)
     entp.train(small_run(task=task, model=model, steps=5), tmp_path / "good", device="cpu", quiet=True)
     with pytest.raises(TrainingStopped, match=r"not finite at step 8 \(batch: seed 0, split train, step 7\)"):
-        entp.train(small_run(task=task, model=model, steps=20), tmp_path / "run", device="cpu", quiet=True)
+        entp.train(small_run(task=task, model=model, steps=20, train=rarely), tmp_path / "run", device="cpu", quiet=True)
     assert [p.name for p in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-00000005"]
     assert equal(weights(tmp_path / "run"), weights(tmp_path / "good"))
 
@@ -231,11 +357,13 @@ def test_the_best_weights_outlive_a_loss_that_is_not_finite(tmp_path: Path) -> N
     task = Rotten()
     model = model_for(task, "small", layers=2, heads=2, width=16)
     every = {"eval_every": 2, "checkpoint_every": 1000, "target_metric": "loss"}
+    run = small_run(task=task, model=model, steps=20, train=every)
     with pytest.raises(TrainingStopped):
-        entp.train(small_run(task=task, model=model, steps=20, train=every), tmp_path / "run", device="cpu", quiet=True)
+        entp.train(run, tmp_path / "run", device="cpu", quiet=True)
     evaluations = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "eval"]
     best = min(evaluations, key=lambda r: r["loss"])
     assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == [f"best-{best['step']:08d}"]
+    assert evaluate(entp.load(tmp_path / "run"), run)["loss"] == pytest.approx(best["loss"], rel=1e-6)  # not those of later
 
 
 def test_a_used_folder_is_not_overwritten(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def set_learning_rate(optimizers: list[torch.optim.Optimizer], rate: float) -> N
 
 def renew_whiteners(optimizers: list[torch.optim.Optimizer], config: OptimConfig, step: int) -> None:
     """Every config.whiten steps, before the step: what whitens Muon's directions, from the gradients so far."""
-    if config.whiten and step and step % config.whiten == 0:
+    if config.whiten and step % config.whiten == 0:
         for optimizer in optimizers:
             if isinstance(optimizer, Muon):
                 optimizer.whiten()

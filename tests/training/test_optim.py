@@ -123,6 +123,17 @@ def test_muon_follows_torchs_own() -> None:
     assert (ours - 1).abs().max() > 0.2 * step
 
 
+@pytest.mark.parametrize("whiten", [0, 1])
+def test_muon_decays_by_its_own_rate_and_moves_nothing_without_a_gradient(whiten: int) -> None:
+    m = model()
+    _, muon = make_optimizers(m, OptimConfig(name="muon", max_lr=0.5, weight_decay=0.3, whiten=whiten))
+    before = [p.detach().clone() for p in muon.param_groups[0]["params"]]
+    for p in m.parameters():
+        p.grad = torch.zeros_like(p)
+    muon.step()
+    assert all(torch.allclose(p, 0.85 * b) for p, b in zip(muon.param_groups[0]["params"], before, strict=True))
+
+
 # Whitening
 
 

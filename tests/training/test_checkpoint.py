@@ -89,6 +89,18 @@ def test_resume_after_damage_ends_where_the_run_would_have(trained: Path, tmp_pa
     assert same_weights(entp.load(out, "last"), entp.load(trained, "last"))
 
 
+def test_what_a_killed_process_left_is_no_part_of_what_comes_after_it(trained: Path, tmp_path: Path) -> None:
+    out = copy_of(trained, tmp_path)
+    for half in (out / "checkpoints/.step-00000020.tmp", tmp_path / ".model.tmp"):
+        half.mkdir()
+        (half / "half").touch()
+    entp.train(small_run(steps=16), out, device="cpu", resume=True, quiet=True)
+    assert not list((out / "checkpoints").glob(".*"))
+    checkpoint.save_model(entp.load(out), tmp_path / "model")
+    assert {p.name for p in (tmp_path / "model").iterdir()} == {"model.safetensors", "config.json", checkpoint.CHECKSUMS}
+    assert {p.name for p in tmp_path.iterdir()} == {"copy", "model"}
+
+
 def test_missing_and_half_written_folders_are_sentences(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no run folder"):
         entp.load(tmp_path / "nowhere")

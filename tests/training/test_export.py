@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from entp import pretrained
 from entp.model import Transformer
 from entp.training.checkpoint import load, load_run, save_model
 from entp.training.evaluation import evaluate, fresh_batches
+from entp.training.export import export
+from entp.training.metrics import read_metrics
 from entp.training.trainer import train
 
 
@@ -45,6 +48,17 @@ def test_what_is_exported_is_what_was_measured(trained: Path, tmp_path: Path) ->
     assert made["training"]["seconds"] > 0
     assert {"commit", "date", "device", "torch"} <= made["training"]["environment"].keys() & made["measured"].keys()
     assert made["parameters"] == sum(p.numel() for p in model.parameters())
+
+
+def test_the_last_weights_are_exported_with_their_own_time(trained: Path, tmp_path: Path) -> None:
+    """Also where they are not those of the last line of metrics, as after damage."""
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    seconds = {row["step"]: row["seconds"] for row in read_metrics(run) if row["kind"] == "train"}
+    for step in (10, 5):
+        made = export(run, tmp_path / f"small{step}", which="last", fresh=8)
+        assert made["weights"] == f"step-{step:08d} in bf16"
+        assert (made["training"]["step"], made["training"]["seconds"]) == (step, seconds[step])
+        shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
 
 
 def test_weights_alone_can_be_exported(tmp_path: Path) -> None:

@@ -66,6 +66,8 @@ def test_what_is_chosen_goes_on_where_it_fits(tmp_path: Path, monkeypatch: pytes
     assert same(tmp_path / "whole", tmp_path / "fork")
     forked(tmp_path / "half", tmp_path / "more", batch=12, steps=7, **chosen)
     assert "selection" not in checkpoint.read_trainer(tmp_path / "more/checkpoints/step-00000007")
+    forked(tmp_path / "half", tmp_path / "taken", steps=7, optim={"take": 20})
+    assert checkpoint.read_trainer(tmp_path / "taken/checkpoints/step-00000007")["selection"]["as_decoder"]
     forked(tmp_path / "half", tmp_path / "plain", steps=7)
     assert "selection" not in checkpoint.read_trainer(tmp_path / "plain/checkpoints/step-00000007")
 

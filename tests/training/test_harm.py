@@ -245,8 +245,10 @@ def test_numbers_of_any_type_train_alike(tmp_path: Path) -> None:
     rough = small_run(task=Rough(seed_length=4, length=10, values=10))
     losses = [train(run, tmp_path / run.task.name, device="cpu", quiet=True).metrics for run in (rough, small_run())]
     assert losses[0] == losses[1]
-    with pytest.raises(InputError, match=r"rough asks for 1\d: targets are 0 to 9, or -100 where nothing is asked"):
-        train(replace(rough, task=replace(rough.task, beyond=10)), tmp_path / "beyond", device="cpu", quiet=True)
+    for beyond, first in ((2, 10), (-1, -1)):
+        task = Rough(seed_length=4, length=10, values=10, beyond=beyond)
+        with pytest.raises(InputError, match=rf"rough asks for {first}: targets are 0 to 9, or -100 where nothing is asked"):
+            train(replace(rough, task=task), tmp_path / "beyond", device="cpu", quiet=True)
     vectors = np.random.default_rng(0).normal(size=(2, 3, 4))
     assert Batch(vectors, vectors[..., 0]).x.dtype == np.float32
     with pytest.raises(InputError, match=r"x of shape \(2, 3, 4\) and y of \(2, 4\)"):

@@ -67,6 +67,7 @@ def test_the_same_rate_and_batch_if_nothing_else_is_said() -> None:
     run = started(start=StartConfig(steps=6))
     assert (run.at(5).mode, run.at(5).batch, run.at(5).optim.max_lr) == ("decoder", 8, 3e-3)
     assert run.at(6) is run
+    assert started(start=StartConfig(steps=6, max_lr=3e-3)).at(5).optim == run.at(5).optim
     assert small_run().at(0) == small_run()
 
 
@@ -209,6 +210,8 @@ def test_sequences_of_different_lengths_count_alike_too() -> None:
     for half in (slice(1, 10_000), slice(10_000, None)):
         share = weights.numpy()[half].sum(0)[asked[half].any(0)] / asked[half].sum(0).max()
         assert share == pytest.approx(np.ones(len(share)), abs=0.07)
+    batch.y[:] = IGNORE
+    assert not draw_prefixes(run, 7, batch, 1.0).weights.any()
 
 
 def test_the_chance_of_a_prefix_rises_to_one() -> None:

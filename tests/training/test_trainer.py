@@ -22,6 +22,7 @@ import entp
 from entp.config import Run, StartConfig, model_for
 from entp.errors import InputError, TrainingStopped
 from entp.model import Transformer
+from entp.tasks.addition import Addition
 from entp.tasks.base import IGNORE, Batch, Split, Task
 from entp.tasks.counting import Count3, Match3
 from entp.training import checkpoint
@@ -333,10 +334,10 @@ def test_fresh_sequences_are_each_runs_own() -> None:
             assert np.array_equal(batch.x, TASK.batch(2**32 - 1 - seed, "test", step, 8).x)
 
 
-def test_what_cannot_be_continued_is_a_sentence() -> None:
-    task = Match3(length=8, modulus=4)
+@pytest.mark.parametrize("task", [Match3(length=8, modulus=4), Addition(examples=50)], ids=["other targets", "other places"])
+def test_what_cannot_be_continued_is_a_sentence(task: Task) -> None:
     run = Run(task, model_for(task, "small", layers=1, heads=1, width=8))
-    with pytest.raises(InputError, match="match3 has nothing to continue"):
+    with pytest.raises(InputError, match=f"{task.name} has nothing to continue"):
         generated_right(Transformer(run.model), run, some_batches(run, "test", 1))
 
 
@@ -387,15 +388,18 @@ def test_resume_drops_measurements_after_the_checkpoint_and_a_torn_line(tmp_path
     assert steps == list(range(1, 11))
 
 
-def test_run_folder_says_where_it_was_made(tmp_path: Path) -> None:
+def test_run_folder_says_where_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entp.train(small_run(steps=5), tmp_path / "run", device="cpu", quiet=True)
     made = json.loads((tmp_path / "run/environment.json").read_text())
     assert made["torch"] == torch.__version__
     assert {"commit", "date", "device", "python", "entp", "threads"} <= made.keys()
-    entp.train(small_run(steps=6), tmp_path / "run", device="cpu", resume=True, quiet=True)
-    again = json.loads((tmp_path / "run/environment.json").read_text())
-    assert {**again, "resumed": None} == {**made, "resumed": None}
-    assert len(again["resumed"]) == 1
+    for times, commit in ((1, "a copy"), (2, "another")):
+        monkeypatch.setenv("ENTP_COMMIT", commit)  # for source without git
+        entp.train(small_run(steps=5 + times), tmp_path / "run", device="cpu", resume=True, quiet=True)
+        again = json.loads((tmp_path / "run/environment.json").read_text())
+        assert {**again, "resumed": None} == {**made, "resumed": None}
+        assert len(again["resumed"]) == times
+    assert [place["commit"] for place in again["resumed"]] == ["a copy", "another"]
 
 
 def test_tensorboard_mirror_holds_the_same_numbers(tmp_path: Path) -> None:
@@ -427,8 +431,6 @@ def test_a_mirror_that_is_not_installed_is_a_sentence(tmp_path: Path, monkeypatc
 
 
 def test_sequences_of_different_lengths_train(tmp_path: Path) -> None:
-    from entp.tasks.addition import Addition
-
     task = Addition(digits=1, examples=50)
     run = small_run(task=task, model=model_for(task, "small", layers=2, heads=2, width=16))
     result = entp.train(run, tmp_path / "run", device="cpu", quiet=True)

@@ -181,6 +181,11 @@ def test_train_sizes(name: str) -> None:
         TrainConfig(**{name: 0})
 
 
+def test_train_time() -> None:
+    with pytest.raises(InputError, match=r"train\.max_seconds is 0: it must be above 0"):
+        TrainConfig(max_seconds=0.0)
+
+
 @pytest.mark.parametrize("name", ["impl", "precision", "mirror"])
 def test_train_names(name: str) -> None:
     with pytest.raises(InputError, match=rf"unknown train\.{name} 'none such'"):
@@ -193,6 +198,7 @@ def test_train_names(name: str) -> None:
         ({"steps": 0}, "steps is 0: it must be at least 1"),
         ({"batch": 0}, "batch is 0"),
         ({"seed": -1}, "seed is -1: it must be at least 0"),
+        ({"seed": 2**32}, "seed is 4294967296: it must be below"),
         ({"mode": "enpt"}, r"unknown mode 'enpt'.*Did you mean entp"),
         ({"model": model_for(Count3(), positions=63)}, r"model\.positions 63 is shorter than the sequences of count3, 64"),
         ({"model": model_for(Count3(), vocab=65)}, r"model\.vocab is 65 but count3 needs 64"),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entp.errors import InputError
-from entp.tasks.addition import ALPHABET, Addition
+from entp.tasks.addition import ALPHABET, Addition, _split_pairs
 from entp.tasks.base import IGNORE, SPLITS
 
 
@@ -49,6 +49,23 @@ def test_no_sum_is_in_two_splits() -> None:
     assert not seen["train"] & seen["test"]
     assert not seen["valid"] & seen["test"]
     assert len(seen["train"]) <= 30
+    assert sum(map(len, _split_pairs(1, 30, 0).values())) == 100  # and every sum is in one
+
+
+def test_the_split_has_a_seed_of_its_own() -> None:
+    one, same, other = (Addition(examples=50, split_seed=seed).batch(0, "train", 0, 64) for seed in (1, 1, 2))
+    assert np.array_equal(one.x, same.x)
+    assert one.x.shape != other.x.shape or not np.array_equal(one.x, other.x)
+
+
+def test_a_sum_ends_with_the_dollar_sign_and_is_shown_without_padding() -> None:
+    task = Addition(reversed=False)
+    assert task.to_text([task.stop]) == "$"
+    for seed in range(20):
+        inputs, targets = (line[7:].split() for line in task.draw(seed).splitlines())
+        a, b = map(int, "".join(inputs)[1:].split("=")[0].split("+"))
+        assert "".join(inputs) == f"${a}+{b}={a + b}"
+        assert "".join(targets).lstrip(".") == f"{a + b}$"
 
 
 def test_examples_fit_the_positions() -> None:

@@ -79,7 +79,7 @@ def test_match3_batches_follow_the_definition(length: int, modulus: int, values:
         assert y == [match3(x[: t + 1], modulus) for t in range(length)]
 
 
-@pytest.mark.parametrize("values", [64, 2**14 - 1, 2**14, 2**20])
+@pytest.mark.parametrize("values", [64, 2**14 - 1, 2**14, 2**15 - 1, 2**20])
 @pytest.mark.parametrize("cls", [Count3, Count2])
 def test_large_values_do_not_overflow(cls: Any, values: int) -> None:
     seeds = values - 1 - np.arange(6).reshape(2, 3)  # the largest values there are
@@ -122,6 +122,13 @@ def test_a_batch_is_a_pure_function_of_seed_split_and_step(task: Task) -> None:
         assert (one.x == two.x).all()
         assert (one.y == two.y).all()
     assert len({b.x.tobytes() for b in first}) == len(arguments)
+
+
+def test_seeds_end_where_streams_would_meet() -> None:
+    assert Count3().batch(2**32 - 1, "train", 0, 1).x.shape == (1, 63)
+    for seed in (-1, 2**32):
+        with pytest.raises(InputError, match=f"seed {seed} is outside 0 to"):
+            Count3().batch(seed, "train", 0, 1)
 
 
 @tasks

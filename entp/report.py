@@ -14,6 +14,7 @@ from entp.errors import InputError
 from entp.experiments import RECIPES
 from entp.experiments.recipe import Recipe, find_recipe
 from entp.experiments.reproduce import draw, read_file
+from entp.experiments.summary import read_by
 from entp.intervals import wilson
 
 HEAD = """# Results
@@ -86,7 +87,7 @@ def _seen(ran: dict[str, Any]) -> list[str]:
     """Where training read more sequences than there are, so that those drawn anew are hardly unseen: Count3 of few integers."""
     read: dict[tuple[int, int], list[int]] = {}
     for settings, run in ((run["settings"], run) for arm in ran.values() for run in arm["runs"]):
-        task, most = settings["task"], run["steps"] * settings["batch"]
+        task, most = settings["task"], read_by(run)[-1]
         if "seed_length" in task and (there := task["values"] ** task["seed_length"]) < most:
             read.setdefault((task["length"], there), []).append(most)
     return [

@@ -14,10 +14,11 @@ from small_runs import entp
 
 from entp.cli import main
 from entp.experiments import RECIPES
-from entp.experiments.pictures import draw_depth
+from entp.experiments.paper_curves import COUNT3
+from entp.experiments.pictures import draw_depth, new_figure
 from entp.experiments.recipe import find_recipe
 from entp.experiments.reproduce import read_results
-from entp.experiments.summary import draw_summary
+from entp.experiments.summary import SIDES, _learning, _speeds, _step, draw_summary
 from entp.report import page
 
 ROOT = Path(__file__).parent.parent
@@ -58,16 +59,24 @@ def test_arms_that_fill_a_grid_are_shown_as_one(tmp_path: Path) -> None:
         (tmp_path / "results" / "count3-depth.json").write_text(json.dumps(found))
         return page(tmp_path / "results", tmp_path / "page.md").splitlines()
 
-    row = next(line for line in lines() if line.startswith("| decoder, 3 layers |")).strip("| ").split(" | ")
+    grid = lines()
+    row = next(line for line in grid if line.startswith("| decoder, 3 layers |")).strip("| ").split(" | ")
     for length, cell in zip((16, 24, 32, 48, 64), row[1:], strict=True):
         fresh = found["arms"][f"decoder, 3 layers, {length} integers"]["fresh"]
         assert cell.startswith(f"{fresh['sequence_accuracy']:.3f} (")
         assert cell.endswith(f"tokens {fresh['token_accuracy']:.3f}")
-    assert any(line.startswith("Of 2,048 fresh sequences wholly right") for line in lines())
-    (seen,) = [line for line in lines() if line.startswith("There are only ")]  # of 24 integers there are many more
+    assert any(line.startswith("Of 2,048 fresh sequences wholly right") for line in grid)
+    (seen,) = [line for line in grid if line.startswith("There are only ")]  # of 24 integers there are many more
     assert seen.startswith("There are only 65,536 different sequences of 16 integers, and training read 365,504 to 2,557,504: ")
-    found["arms"]["decoder, 3 layers, 48 integers"] = {"status": "not run", "paper": {}}
-    assert any(line.startswith("| decoder, 3 layers, 32 integers | 1 |") for line in lines())  # a row per arm
+    whole = found["arms"]
+    found["arms"] = {**whole, "decoder, 3 layers, 48 integers": {"status": "not run", "paper": {}}}
+    table = lines()
+    assert any(line.startswith("| decoder, 3 layers, 32 integers | 1 |") for line in table)  # a row per arm
+    assert not any("paper" in line for line in table if line.startswith("| arm |"))  # which says nothing about these
+    found["arms"] = {**whole, "decoder, 3 layers, 48 integers": {**whole["decoder, 3 layers, 48 integers"], "status": "half"}}
+    assert any(line.startswith("| decoder, 3 layers, 48 integers (half) | 1 |") for line in lines())
+    found["arms"] = {label: arm for label, arm in whole.items() if label.endswith(", 16 integers")}
+    assert any(line.startswith("| decoder, 3 layers, 16 integers | 1 |") for line in lines())  # one column is no grid
 
 
 def test_a_row_holds_what_its_arm_measured(tmp_path: Path) -> None:
@@ -103,13 +112,13 @@ def test_a_row_holds_what_its_arm_measured(tmp_path: Path) -> None:
     (tmp_path / "results" / "count3.json").write_text(json.dumps({**found, "recipe": "count3"}))
     assert ", 4 runs at a time (ENTP medium); torch" in page(tmp_path / "results", tmp_path / "page.md")
     second = {**other["runs"][0], "seed": 1, "steps": 1060, "seconds": 1e4}
-    arm["runs"].append({**second, "final": {**second["final"], "sequence_accuracy": 0.5, "n": 100}})
+    arm["runs"].append({**second, "final": {**second["final"], "sequence_accuracy": 0.29, "n": 100}})
     (tmp_path / "results" / "count3.json").write_text(json.dumps({**found, "recipe": "count3"}))
     text = page(tmp_path / "results", tmp_path / "page.md")
     assert "| 60 to 1,060 |" in text  # seeds that took different times are not one number
     assert " to 10,000 |" in text
     told = next(line for line in text.splitlines() if line.startswith("ENTP medium, fresh sequences right: seed 0 "))
-    assert "; seed 1 0.5000 (0.4038 to 0.5962), " in told
+    assert "; seed 1 0.2900 (0.2101 to 0.3854), " in told
     assert told.endswith(" of 32 alone after 10000 s.")
 
 
@@ -155,6 +164,41 @@ def test_the_picture_has_a_panel_for_each_file_that_is_there(tmp_path: Path) -> 
     assert all(words in picture.read_text() for words in ("sequences read", "decoder, ENTP's settings", "minutes of training"))
 
 
+def test_the_picture_shows_what_the_files_hold() -> None:
+    count3, speed = (json.loads((ROOT / "results" / f"{name}.json").read_text()) for name in ("count3", "engine_speed"))
+    learning, speeds = new_figure(9, 4).subplots(1, 2)
+    _learning(learning, count3, 0.5)
+    *ours, authors = learning.get_lines()
+    fast = [arm for label, arm in count3["arms"].items() if label.endswith((", fast", ", decoder first"))]
+    for line, run in zip(ours, (run for arm in fast for run in arm.get("runs", [])), strict=True):
+        assert line.get_xdata() == pytest.approx([row["seconds"] / 60 for row in run["curve"]])
+        assert list(line.get_ydata()) == [row["sequence_accuracy"] for row in run["curve"]]
+        assert line.get_linestyle() == ("--" if run["settings"].get("start", {}).get("steps") else "-")
+    names = [text.get_text() for text in learning.get_legend().get_texts()]
+    assert len(names) == len(set(names)) >= 3  # one for all seeds
+    steps, right = zip(*COUNT3["ENTP medium"]["sequence_accuracy"], strict=True)
+    assert authors.get_xdata() == pytest.approx([step * 0.5 / 60 for step in steps])
+    assert tuple(authors.get_ydata()) == right
+    shapes = {shape["name"]: {row["name"]: row for row in shape["steps"]} for shape in speed["step"]["shapes"]}
+    assert _step({"shapes": speed["step"]["shapes"][::-1]}, "entp triton") == shapes["count3"]["entp triton"]["median"]
+    assert _step(speed["step"], "nobody") is None
+    _speeds(speeds, speed["step"])
+    for side, bars in zip(SIDES, speeds.containers, strict=True):
+        heights = [1e3 * rows[side]["median"] for rows in shapes.values()]
+        assert [bar.get_height() for bar in bars] == pytest.approx(heights)
+    kernels = [rows["entp triton"] for rows in shapes.values()]
+    assert [text.get_text() for text in speeds.texts] == [f"{row['ratio']:.0f}x" for row in kernels]
+    assert [text.xy for text in speeds.texts] == [(n, 1e3 * row["median"]) for n, row in enumerate(kernels)]
+
+
+@pytest.mark.parametrize("name", ["count3", "count3-depth"])
+def test_a_file_without_what_is_drawn_gets_no_panel(name: str, tmp_path: Path) -> None:
+    found = json.loads((ROOT / "results" / f"{name}.json").read_text())
+    slow = {label: arm for label, arm in found["arms"].items() if label in ("ENTP medium", "decoder small")}
+    (tmp_path / f"{name}.json").write_text(json.dumps({**found, "arms": {**slow, "x": {"status": "not run"}}}))
+    assert not draw_summary(tmp_path, tmp_path / "all.png")
+
+
 def remove(path: str) -> Callable[[Any], None]:
     """What takes a key out of a record: "arms.ENTP medium.runs.0.environment.commit"."""
 
@@ -182,6 +226,17 @@ DAMAGE: dict[str, tuple[str, Callable[[Any], None], str]] = {
         "count3",
         lambda found: found["arms"]["ENTP medium"]["runs"][0].update(seconds="12"),
         "runs.0.seconds is '12': it must be a number",
+    ),
+    "seconds true": (
+        "count3",
+        lambda found: found["arms"]["ENTP medium"]["runs"][0].update(seconds=True),
+        "runs.0.seconds is True: it must be a number",
+    ),
+    "nothing in fresh": ("count3", lambda found: found["arms"]["ENTP medium"].update(fresh={}), "fresh has no 'loss'"),
+    "no fresh token accuracy": (
+        "count3",
+        remove("arms.ENTP medium.fresh.token_accuracy"),
+        "arms.ENTP medium.fresh has no 'token_accuracy'",
     ),
     "no curve": ("match3", lambda found: found["arms"]["ENTP medium"]["runs"][0].update(curve=[]), "curve is []"),
     "no token accuracy": (

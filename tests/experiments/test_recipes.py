@@ -9,6 +9,7 @@ import sys
 import time
 import types
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,23 @@ from entp.experiments.count3 import LONG_RATE, PAPER_ARMS
 from entp.experiments.fast import RATE
 from entp.experiments.paper_curves import COUNT3
 from entp.experiments.recipe import find_recipe
-from entp.experiments.reproduce import collect, read_results, reproduce, results_table, run_folder
+from entp.experiments.reproduce import (
+    POINTS,
+    How,
+    _curve,
+    _fresh,
+    carry_out,
+    collect,
+    read_results,
+    reproduce,
+    results_table,
+    run_folder,
+)
 from entp.experiments.summary import read_by
+from entp.intervals import wilson
 from entp.training.checkpoint import load
 from entp.training.evaluation import evaluate
+from entp.training.metrics import read_metrics
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -212,14 +226,62 @@ def test_several_seeds_and_what_they_did_on_fresh_sequences(tmp_path: Path) -> N
     assert len({final["loss"] for final in finals}) == 3
     assert arm["fresh"]["n"] == sum(final["n"] for final in finals) == 192
     assert arm["fresh"]["token_accuracy"] == pytest.approx(sum(final["token_accuracy"] for final in finals) / 3)
-    low, high = arm["fresh"]["sequence_accuracy_interval"]
-    assert low <= arm["fresh"]["sequence_accuracy"] <= high
     assert arm["fresh"]["generated"]["n"] == 96
+    rows = [read_metrics(run_folder(recipe, label, run, tmp_path)) for _, run in recipe.arms([label])]
+    for metric in recipe.metrics:
+        better = min if metric == "loss" else max
+        best = [better(row[metric] for row in one if row["kind"] == "eval") for one in rows]
+        assert arm["ours"][metric] == pytest.approx(sum(best) / 3)
+    assert arm["seconds"] == pytest.approx(sum(run["seconds"] for run in arm["runs"]) / 3)
+    for made, one in zip(arm["runs"], rows, strict=True):
+        seconds = {row["step"]: row["seconds"] for row in one if row["kind"] == "train"}
+        assert made["seconds"] == seconds[made["steps"]]
+        points = [(row["step"], seconds[row["step"]], row["token_accuracy"]) for row in one if row["kind"] == "eval"]
+        assert [(point["step"], point["seconds"], point["token_accuracy"]) for point in made["curve"]] == points
     assert list(finals[0]["by_length"]) == [str(n) for n in range(6, 12)]
     run = recipe.arms([label])[0][1]
     folder = run_folder(recipe, label, run, tmp_path)
     model, seed = load(folder), 2**32 - 1
     assert evaluate(model, run, split="test", seed=seed, batches=2)["loss"] == finals[0]["loss"]
+
+
+def test_seeds_count_by_the_number_of_their_fresh_sequences() -> None:
+    """Shares become whole numbers again, 0.29 of 100 among them; what only some seeds have is not everyone's."""
+    first = {"weights": "best-00000001", "loss": 1.0, "sequence_accuracy": 0.29, "n": 100, "generated": {"right": 3, "n": 20}}
+    found = _fresh([first, {"loss": 4.0, "sequence_accuracy": 0.59, "token_accuracy": 0.5, "n": 300}])
+    assert found == {
+        "n": 400,
+        "loss": 3.25,
+        "sequence_accuracy": pytest.approx(206 / 400),
+        "sequence_accuracy_interval": wilson(206, 400),
+        "generated": {"right": 3, "n": 20, "interval": wilson(3, 20)},
+    }
+    alone = _fresh([first])
+    assert alone is not None
+    assert alone["sequence_accuracy_interval"] == wilson(29, 100)
+
+
+@pytest.mark.parametrize("count", [1, POINTS, POINTS + 1, 3 * POINTS - 1])
+def test_a_long_curve_is_thinned_and_keeps_its_last_point(count: int) -> None:
+    evaluations = [{"step": 10 * n, "loss": float(n)} for n in range(1, count + 1)]
+    steps = [{"step": n, "seconds": n / 2} for n in range(1, 10 * count + 1)]
+    found = _curve(evaluations, steps, ("loss",))
+    assert min(count, POINTS / 2) <= len(found) <= POINTS
+    assert found[-1] == {"step": 10 * count, "seconds": 5.0 * count, "loss": float(count)}
+    assert len({b["step"] - a["step"] for a, b in pairwise(found)}) <= 1
+
+
+def test_an_arm_is_done_at_its_target_or_when_its_own_time_is_over(tmp_path: Path) -> None:
+    """More minutes than it has do not make its time longer."""
+    recipe, label = find_recipe("count3").tiny(), "prefix decoder medium"
+    run = replace(recipe.runs[label], steps=100_000)
+    easy = replace(run, train=replace(run.train, target_metric="loss", target=100.0))
+    short = replace(run, train=replace(run.train, max_seconds=0.5))
+    for name, one in (("target", easy), ("time", short)):
+        own = replace(recipe, runs={label: one})
+        carry_out(own, label, one, How(tmp_path / name, "cpu", 1, minutes=1.0))
+        found = collect(own, tmp_path / name)["arms"][label]
+        assert (found["status"], found["seconds"] < 30) == ("done", True)
 
 
 def test_one_seed_of_several(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from typing import Any
@@ -82,7 +83,7 @@ def test_match3_batches_follow_the_definition(length: int, modulus: int, values:
 @pytest.mark.parametrize("values", [64, 2**14 - 1, 2**14, 2**15 - 1, 2**20])
 @pytest.mark.parametrize("cls", [Count3, Count2])
 def test_large_values_do_not_overflow(cls: Any, values: int) -> None:
-    seeds = values - 1 - np.arange(6).reshape(2, 3)  # the largest values there are
+    seeds = values - 1 - np.array([*itertools.product((0, 1), repeat=3)])  # the largest values there are
     for row in cls(3, 9, values).extend(seeds).tolist():
         assert row[3:] == [RULES[cls](row[:n]) for n in range(3, 9)]
 

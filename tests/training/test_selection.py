@@ -217,11 +217,9 @@ def test_counts_by_a_decoders_errors_are_kept_while_they_are_good_enough() -> No
     assert first.tried == (64, 64, 64)
     assert first.taken[0] < first.taken[1] < first.taken[2]
     assert renewed(first, None, places, 64, take=30) is first
-    first.mean[0] *= 1.3  # others would be a little better: not by enough
-    assert Prices(np.array(places) + 1.0, first.mean.numpy(), first.square.numpy(), 64).shared_out(30)[1].tolist() != [
-        *first.taken
-    ]
-    assert renewed(first, None, places, 64, take=30) is first
+    for errors_there, kept in ((0.26, True), (0.28, False)):  # other numbers would be better by 2 %, by 5 %
+        first.mean[1] = errors_there
+        assert (renewed(first, None, places, 64, take=30) is first) == kept
     first.mean[0] = 1.0
     second = renewed(first, None, places, 64, take=30)
     assert second is not None
@@ -367,15 +365,12 @@ def test_it_begins_when_it_pays_and_keeps_counts_that_are_good_enough() -> None:
 
 
 def test_it_begins_where_a_tenth_of_the_price_is_saved() -> None:
-    below = []
-    for wrong in range(1, 64):
+    for wrong, pays in ((4, True), (12, True), (16, True), (20, False), (32, False), (60, False)):
         found = torch.zeros(64, 3)
         found[:wrong] = 1.0
         prices = prices_of(found.double(), (3, 4, 5))
-        below.append(prices.of(*prices.cheapest()) <= 0.9)
-        assert (renewed(None, found, (3, 4, 5), 64) is not None) == below[-1]
-    assert below == sorted(below, reverse=True)
-    assert 0 < sum(below) < 63
+        assert (prices.of(*prices.cheapest()) <= 0.9) == pays
+        assert (renewed(None, found, (3, 4, 5), 64) is not None) == pays
 
 
 def selecting_run(**changes: Any) -> Run:

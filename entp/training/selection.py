@@ -244,7 +244,6 @@ def chances(errors_BP: Tensor, tried_P: Tensor, taken_P: Tensor, floor: float = 
     left = largest.flip(0).cumsum(0).flip(0)  # the sum of this one and all smaller ones
     others = taken_P - number  # to be taken besides all larger ones
     sure = (largest * others > left).int().cummin(0).values.sum(0)  # how many of the largest have chance 1
-    sure = torch.minimum(sure, taken_P - 1)
     unit = left.gather(0, sure[None]) / (taken_P - sure)
     return (error / unit).clamp(max=1.0)
 

@@ -247,8 +247,9 @@ def test_several_seeds_and_what_they_did_on_fresh_sequences(tmp_path: Path) -> N
 
 def test_seeds_count_by_the_number_of_their_fresh_sequences() -> None:
     """Shares become whole numbers again, 0.29 of 100 among them; what only some seeds have is not everyone's."""
-    first = {"weights": "best-00000001", "loss": 1.0, "sequence_accuracy": 0.29, "n": 100, "generated": {"right": 3, "n": 20}}
-    found = _fresh([first, {"loss": 4.0, "sequence_accuracy": 0.59, "token_accuracy": 0.5, "n": 300}])
+    first = {"weights": "best-00000001", "loss": 1.0, "sequence_accuracy": 0.29, "n": 100, "token_accuracy": 0.5}
+    first["generated"] = {"right": 3, "n": 20}
+    found = _fresh([first, {"loss": 4.0, "sequence_accuracy": 0.59, "n": 300}])
     assert found == {
         "n": 400,
         "loss": 3.25,

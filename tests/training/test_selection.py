@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -20,13 +20,14 @@ from torch import Tensor
 import entp
 from entp.config import OptimConfig, Run, StartConfig, TrainConfig, model_for
 from entp.errors import InputError
-from entp.tasks.base import IGNORE, SPLITS, Batch, Split
+from entp.tasks.base import IGNORE, SPLITS, Batch, Split, Task
 from entp.tasks.counting import Count3
 from entp.training import checkpoint, selection, step
 from entp.training.distributed import World
+from entp.training.evaluation import loss_rows
 from entp.training.metrics import read_metrics
 from entp.training.prefixes import draw_prefixes
-from entp.training.selection import Prices, Selection, chances, draw, places_of, renewed, starts
+from entp.training.selection import Prices, Selection, chances, draw, errors, places_of, renewed, starts
 from entp.training.step import State, Stepper, train_step
 from entp.training.trainer import new_state
 
@@ -105,6 +106,30 @@ def test_drawn_by_their_chances_and_none_twice() -> None:
         assert len({*zip(which.tolist(), drawn.place.tolist(), strict=True)}) == len(which) == 10
         share[which, drawn.place] += 1 / grid
     assert (share - chance).abs().max() < 2 / grid
+
+
+def test_the_last_one_is_drawn_where_chances_add_up_to_a_little_less() -> None:
+    tenths = torch.full((10, 1), 0.1, dtype=torch.float64)
+    assert float(tenths.cumsum(0)[-1]) < 1
+    start, first = torch.tensor([np.nextafter(1.0, 0.0)]), torch.zeros(1, dtype=torch.long)
+    assert draw(tenths, torch.tensor([10]), first, first, start).tolist() == [9]
+
+
+class Sums(Task):
+    """A task of numbers, for its loss."""
+
+    loss: ClassVar[Literal["cross_entropy", "squared_error"]] = "squared_error"
+
+
+@pytest.mark.parametrize("task", [TASK, Sums()], ids=["tokens", "numbers"])
+def test_errors_are_the_sizes_of_the_losss_gradients(task: Task) -> None:
+    """Up to a constant."""
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(20, 10 if task is TASK else 1, generator=generator, requires_grad=True)
+    targets = torch.randint(0, 10, (20,), generator=generator)
+    (gradient,) = torch.autograd.grad(loss_rows(task, outputs, targets).sum(), outputs)
+    ratio = errors(task, outputs.detach(), targets) / gradient.norm(dim=1)
+    assert torch.allclose(ratio, ratio[:1], rtol=1e-5)
 
 
 @pytest.mark.parametrize("as_decoder", [False, True], ids=["own errors", "a decoder's errors"])
@@ -209,9 +234,13 @@ def test_means_follow_the_errors_of_those_tried() -> None:
     assert torch.equal(again.square, kept.square)
 
 
+def test_without_errors_every_place_has_its_share() -> None:
+    assert prices_of(torch.zeros(8, 3).double(), (3, 3, 3)).shared_out(12)[1].tolist() == [4, 4, 4]
+
+
 def test_counts_by_a_decoders_errors_are_kept_while_they_are_good_enough() -> None:
-    places, errors = (3, 4, 5), torch.tensor([[0.1, 0.2, 0.4]]).expand(64, 3)
-    first = renewed(None, errors, places, 64, take=30)
+    places, found = (3, 4, 5), torch.tensor([[0.1, 0.2, 0.4]]).expand(64, 3)
+    first = renewed(None, found, places, 64, take=30)
     assert first is not None
     assert first.as_decoder
     assert first.tried == (64, 64, 64)
@@ -329,6 +358,9 @@ def test_price() -> None:
     tenth = torch.zeros(60, 2)
     tenth[:6] = 1.0
     assert prices_of(tenth, (3, 4)).of(np.array([60, 60]), np.array([6, 6])) == pytest.approx((1 / 3 + 1 / 10) * 1.25**2)
+    for taken, variance in ((12, 17 / 16), (3, 2.0)):  # twice as many as carry the errors, and half as many
+        price = prices_of(tenth, (3, 4)).of(np.array([60, 60]), np.array([taken, taken]))
+        assert price == pytest.approx((1 / 3 + taken / 60) * variance**2)
     half = prices_of(tenth, (3, 3)).of(np.array([60, 30]), np.array([6, 3]))
     assert half == pytest.approx((1 / 3 * 3 / 4 + 9 / 120) * ((1.25 + 2 * 1.25) / 2) ** 2)
     tried, taken = prices_of(torch.zeros(32, 3), (0, 1, 2)).cheapest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,11 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, stops: tuple
 def test_what_is_chosen_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "PAYS_BELOW", 100.0)
     monkeypatch.setattr(step, "RENEW", 4)
-    entp.train(late_run(optim={"select": True}), tmp_path / "run", device="cpu", quiet=True)
-    assert checkpoint.read_trainer(tmp_path / "run/checkpoints/step-00000005")["selection"]["batch"] == 8
-    saved = checkpoint.read_trainer(tmp_path / "run/checkpoints/step-00000010")["selection"]
-    assert saved["batch"] == 12
+    run = late_run(optim={"select": True}, train={"checkpoint_every": 1})
+    for steps, batch in ((6, 8), (7, 12), (10, 12)):  # at once, not when it is due
+        entp.train(replace(run, steps=steps), tmp_path / "run", device="cpu", quiet=True, resume=steps > 6)
+        saved = checkpoint.read_trainer(checkpoint.find(tmp_path / "run", "last"))["selection"]
+        assert saved["batch"] == batch
     assert max(saved["tried"]) <= 12
 
 

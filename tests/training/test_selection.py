@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -531,6 +531,26 @@ def test_only_where_it_makes_sense(tmp_path: Path) -> None:
     for other in (Batch(batch.x, y), Batch(batch.x, batch.y, np.array([9, 9, 9]))):
         with pytest.raises(InputError, match="the same places of every sequence"):
             places_of(other, TASK)
+
+
+@KINDS
+@pytest.mark.usefixtures("early")
+def test_a_choice_begins_with_the_errors_it_is_made_by_and_follows_them(choosing_run: Callable[..., Run]) -> None:
+    run = choosing_run(train={"precision": "fp32"})
+    state, batch = trained(small_run(train={"precision": "fp32"})), run.task.batch(0, "train", 0, run.batch)
+    for p in state.model.parameters():
+        p.data *= 8  # so that it matters what is seen
+    at = torch.from_numpy(batch.y != IGNORE)
+    inputs = step._inputs(run, state, batch, CPU, World())
+    by_decoder, own = (step._errors(run, state.model, inputs, [at], kind)[0].mean(0)[at[0]] for kind in (True, False))
+    assert not torch.allclose(by_decoder, own, atol=1e-3)
+    step._prepare(run, state, batch, CPU, World())
+    assert state.selection is not None
+    assert torch.allclose(state.selection.mean, by_decoder if run.optim.take else own, atol=1e-6)
+    before = state.selection.mean.clone()
+    train_step(run, replace(state, step=1), run.task.batch(0, "train", 1, run.batch), CPU, World())
+    assert not torch.equal(state.selection.mean, before)
+    assert torch.allclose(state.selection.mean, before, rtol=0.2)
 
 
 @KINDS

@@ -14,6 +14,7 @@ from small_runs import entp as command
 import entp
 from entp.config import model_for
 from entp.errors import InputError
+from entp.tasks.counting import Count2
 from entp.training import checkpoint, folder, selection, step
 from entp.training.metrics import read_metrics
 
@@ -64,8 +65,10 @@ def test_what_is_chosen_goes_on_where_it_fits(tmp_path: Path, monkeypatch: pytes
     trained(tmp_path / "half", steps=5, **chosen)
     forked(tmp_path / "half", tmp_path / "fork", **chosen)
     assert same(tmp_path / "whole", tmp_path / "fork")
-    forked(tmp_path / "half", tmp_path / "more", batch=12, steps=7, **chosen)
-    assert "selection" not in checkpoint.read_trainer(tmp_path / "more/checkpoints/step-00000007")
+    others: dict[str, dict[str, Any]] = {"more": {"batch": 12}, "other": {"task": Count2(4, 10, 10)}}
+    for name, changes in others.items():
+        forked(tmp_path / "half", tmp_path / name, steps=7, **changes, **chosen)
+        assert "selection" not in checkpoint.read_trainer(tmp_path / name / "checkpoints/step-00000007")
     forked(tmp_path / "half", tmp_path / "taken", steps=7, optim={"take": 20})
     assert checkpoint.read_trainer(tmp_path / "taken/checkpoints/step-00000007")["selection"]["as_decoder"]
     forked(tmp_path / "half", tmp_path / "plain", steps=7)

@@ -27,7 +27,7 @@ from entp.training.distributed import World
 from entp.training.evaluation import loss_rows
 from entp.training.metrics import read_metrics
 from entp.training.prefixes import draw_prefixes
-from entp.training.selection import Prices, Selection, chances, draw, errors, places_of, renewed, starts
+from entp.training.selection import Prices, Selection, chances, check_take, draw, errors, places_of, renewed, starts
 from entp.training.step import State, Stepper, train_step
 from entp.training.trainer import new_state
 
@@ -497,6 +497,14 @@ def test_taking_some_after_a_start_learns_what_all_teach(tmp_path: Path) -> None
     kept = Selection.restore(saved, CPU)
     assert kept.as_decoder
     assert sum(kept.taken) == 32
+
+
+def test_one_at_each_place_or_all_may_be_taken() -> None:
+    for take in (6, 48):
+        check_take(take, 8, tuple(range(3, 9)))
+    for take in (5, 49):
+        with pytest.raises(InputError, match=f"optim.take is {take}: allowed are 6, .* to 48"):
+            check_take(take, 8, tuple(range(3, 9)))
 
 
 def test_only_where_it_makes_sense(tmp_path: Path) -> None:

@@ -137,7 +137,8 @@ def reproduce_command(args: list[str]) -> int:
     look_here(name)
     options = parse(ReproduceOptions, args[1:], f"entp reproduce {name}")
     from entp.experiments.recipe import find_recipe
-    from entp.experiments.reproduce import reproduce, results_table
+    from entp.experiments.records import results_table
+    from entp.experiments.reproduce import reproduce
 
     recipe = find_recipe(name).tiny() if options.tiny else find_recipe(name)
     print(f"{recipe.title}\n{recipe.question}", flush=True)

@@ -13,7 +13,8 @@ from typing import Any
 from entp.errors import InputError
 from entp.experiments import RECIPES
 from entp.experiments.recipe import Recipe, find_recipe
-from entp.experiments.reproduce import draw, read_file
+from entp.experiments.records import read_file
+from entp.experiments.reproduce import draw
 from entp.experiments.summary import read_by
 from entp.intervals import wilson
 

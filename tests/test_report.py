@@ -17,7 +17,7 @@ from entp.experiments import RECIPES
 from entp.experiments.paper_curves import COUNT3
 from entp.experiments.pictures import draw_depth, new_figure
 from entp.experiments.recipe import find_recipe
-from entp.experiments.reproduce import read_results
+from entp.experiments.records import read_results
 from entp.experiments.summary import SIDES, _learning, _speeds, _step, draw_summary
 from entp.report import page
 

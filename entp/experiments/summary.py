@@ -14,7 +14,7 @@ from entp.config_json import run_from_json
 from entp.experiments.paper_curves import COUNT3
 from entp.experiments.pictures import depth_lines, new_figure
 from entp.experiments.recipe import find_recipe
-from entp.experiments.reproduce import read_file
+from entp.experiments.records import read_file
 from entp.figures import save_figure
 from entp.record_shapes import read_sections
 

@@ -24,18 +24,8 @@ from entp.experiments.count3 import LONG_RATE, PAPER_ARMS
 from entp.experiments.fast import RATE
 from entp.experiments.paper_curves import COUNT3
 from entp.experiments.recipe import find_recipe
-from entp.experiments.reproduce import (
-    POINTS,
-    How,
-    _curve,
-    _fresh,
-    carry_out,
-    collect,
-    read_results,
-    reproduce,
-    results_table,
-    run_folder,
-)
+from entp.experiments.records import POINTS, _curve, _fresh, collect, read_results, results_table, run_folder
+from entp.experiments.reproduce import How, carry_out, reproduce
 from entp.experiments.summary import read_by
 from entp.intervals import wilson
 from entp.training.checkpoint import load
@@ -492,3 +482,19 @@ def test_a_run_whose_place_is_lost_is_recorded_without_it(tmp_path: Path) -> Non
         collect(recipe, tmp_path)
     place.unlink()
     assert collect(recipe, tmp_path)["arms"][label]["runs"][0]["environment"]["device"] == "an unknown device"
+
+
+def test_a_finished_run_that_lost_its_measurements_is_a_sentence(tmp_path: Path) -> None:
+    args = ("reproduce", "count3", "--tiny", "--device=cpu", "--only=ENTP medium")
+    assert entp(*args, cwd=tmp_path).returncode == 0
+    (metrics,) = tmp_path.glob("runs/count3-tiny/ENTP-medium-*/metrics.jsonl")
+    text = metrics.read_text()
+    metrics.unlink()
+    lost = entp(*args, cwd=tmp_path)
+    assert lost.returncode == 2
+    assert "put it back, or remove the folder to train this run again" in lost.stderr
+    assert "Traceback" not in lost.stderr
+    metrics.write_text(text)
+    again = entp(*args, cwd=tmp_path)
+    assert again.returncode == 0
+    assert "done" in again.stdout

@@ -324,6 +324,12 @@ class Run:
             return self.beginning.batch
         return self.optim.late_batch if self.optim.late_batch and step >= self.optim.late_at else self.batch
 
+    def sequences_by(self, step: int) -> int:
+        """Sequences read before this training step."""
+        early = min(step, self.start.steps)
+        late = max(0, step - max(self.start.steps, self.optim.late_at)) if self.optim.late_batch else 0
+        return early * (self.start.batch or self.batch) + (step - early - late) * self.batch + late * self.optim.late_batch
+
     @property
     def goal(self) -> str:
         """The metric that decides which checkpoint is best."""

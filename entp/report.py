@@ -10,12 +10,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from entp.config_json import run_from_json
 from entp.errors import InputError
 from entp.experiments import RECIPES
 from entp.experiments.recipe import Recipe, find_recipe
 from entp.experiments.records import read_file
 from entp.experiments.reproduce import draw
-from entp.experiments.summary import read_by
 from entp.intervals import wilson
 
 HEAD = """# Results
@@ -87,8 +87,8 @@ def _grid(ran: dict[str, Any]) -> list[str]:
 def _seen(ran: dict[str, Any]) -> list[str]:
     """Where training read more sequences than there are, so that those drawn anew are hardly unseen: Count3 of few integers."""
     read: dict[tuple[int, int], list[int]] = {}
-    for settings, run in ((run["settings"], run) for arm in ran.values() for run in arm["runs"]):
-        task, most = settings["task"], read_by(run)[-1]
+    for run in (run for arm in ran.values() for run in arm["runs"]):
+        task, most = run["settings"]["task"], run_from_json(run["settings"], "a recorded run").sequences_by(run["steps"])
         if "seed_length" in task and (there := task["values"] ** task["seed_length"]) < most:
             read.setdefault((task["length"], there), []).append(most)
     return [

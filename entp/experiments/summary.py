@@ -6,7 +6,6 @@ Who learns Count3, in how many minutes and from how many sequences, at which len
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +77,7 @@ def _alone(count3: dict[str, Any]) -> list[tuple[str, str, list[dict[str, Any]]]
 def read_by(run: dict[str, Any]) -> list[int]:
     """Sequences that a recorded run had read at each point of its curve."""
     made = run_from_json(run["settings"], "a recorded run")
-    read = [0, *accumulate(map(made.batch_at, range(max(point["step"] for point in run["curve"]))))]
-    return [read[point["step"]] for point in run["curve"]]
+    return [made.sequences_by(point["step"]) for point in run["curve"]]
 
 
 def _step(speed: dict[str, Any], contender: str) -> float | None:

@@ -13,7 +13,7 @@ from small_runs import FLAGS, small_run
 from small_runs import entp as command
 
 import entp
-from entp.config import OptimConfig, Run
+from entp.config import OptimConfig, Run, StartConfig
 from entp.errors import InputError
 from entp.training import checkpoint, selection, step
 from entp.training.trainer import _batches
@@ -36,6 +36,17 @@ def test_every_step_gets_its_batch(start: int) -> None:
         want = run.task.batch(run.seed, "train", number, run.batch_at(number))
         assert np.array_equal(batch.x, want.x)
         assert np.array_equal(batch.y, want.y)
+
+
+STARTS = [StartConfig(), StartConfig(steps=3), StartConfig(steps=3, batch=5), StartConfig(steps=8, batch=5)]
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("late", [{"late_batch": 12, "late_at": 6}, {"late_batch": 0, "late_at": 0}])
+def test_sequences_add_up(start: StartConfig, late: dict[str, Any]) -> None:
+    run = late_run(optim={**late, "warmup": 1}, start=start)
+    for reached in range(run.steps + 1):
+        assert run.sequences_by(reached) == sum(run.batch_at(number) for number in range(reached))
 
 
 @pytest.mark.parametrize("late_at", [10, 50])

@@ -11,7 +11,6 @@ models read vectors, and reading in may be any linear map as long as some pair o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from entp.config import MODES, ModelConfig
+from entp.engine.api import check_inputs
 from entp.errors import InputError, one_of
 from entp.model import Block, Transformer
 
@@ -175,7 +175,7 @@ def order_matters(model: Transformer, seed: int = 0) -> Finding:
 
     model: any encoder with p1 = p2, or without positions. D~(x1, x2, x3)_3 - D~(x2, x1, x3)_3 is exactly (x1 - x2) / 3.
     """
-    size = _vector_size(model)
+    size = _vector_size(model, reads=3)
     if model.config.position != "none" and not torch.equal(model.positions[0], model.positions[1]):
         raise InputError("this encoder has p1 != p2, so order may matter to it: give one with p1 = p2 or position='none'.")
     x = _draw(seed, 3, size)
@@ -197,7 +197,7 @@ def collapses_for_any_encoder(model: Transformer, seed: int = 0) -> Finding:
 
     model: any encoder with positions. D~(y1)_1 - D~(y1, y2)_2 is exactly 4 y1 - (7 y1 + 9 y2) / 4 = 9 (y1 - y2) / 4.
     """
-    y_1 = _draw(seed, 1, _vector_size(model))[0]
+    y_1 = _draw(seed, 1, _vector_size(model, reads=2))[0]
     y_2 = y_1 + _made_up(model)
     pair = torch.stack([y_1, y_2])
     encoder = _apart(_encode(model, pair[:1]), _encode(model, pair))
@@ -221,14 +221,10 @@ def encoder_beta(x_2: Tensor) -> float:
     two are (1 + u) s / 2 and (1 + u)² s, so it gives the second the weight w = sigmoid((1 + u)(1/2 + u) s), and
     β = (1 + u) + (1 - w) / 2 + w (1 + u).
     """
-    s = float(x_2.double().square().sum())
-    u = _sigmoid(s)
-    w = _sigmoid((1 + u) * (0.5 + u) * s)
-    return (1 + u) + (1 - w) / 2 + w * (1 + u)
-
-
-def _sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x))
+    s = x_2.double().square().sum()
+    u = torch.sigmoid(s)
+    w = torch.sigmoid((1 + u) * (0.5 + u) * s)
+    return float((1 + u) + (1 - w) / 2 + w * (1 + u))
 
 
 @torch.no_grad()
@@ -237,7 +233,7 @@ def repeats_for_any_decoder(model: Transformer) -> Finding:
 
     model: any decoder with positions.
     """
-    x = torch.stack([torch.zeros(_vector_size(model), dtype=torch.float64), _made_up(model)])
+    x = torch.stack([torch.zeros(_vector_size(model, reads=2), dtype=torch.float64), _made_up(model)])
     first, second = model(x[None], "decoder")[0]
     decoder = _apart(first, second)
     zero, told = causal_model(encoder_beyond_decoders(width=x.shape[1]), x[None], "entp")[0]
@@ -261,6 +257,7 @@ def causal_model(model: Transformer, x: Tensor, mode: str = "entp", prefix: int 
     """
     if mode not in MODES:
         raise one_of("mode", mode, MODES)
+    x, _ = check_inputs(model, x, None)
     ends = []
     for n in range(1, x.shape[1] + 1):
         first = n if mode == "entp" else prefix
@@ -301,16 +298,17 @@ def one_layer_is_one_function(model: Transformer, x: Tensor, prefix: int) -> Fin
 # What the statements share
 
 
-def _vector_size(model: Transformer) -> int:
-    """The size of the model's inputs; InputError unless it reads float64 vectors."""
+def _vector_size(model: Transformer, reads: int) -> int:
+    """The size of the model's inputs; InputError unless it can read so many float64 vectors."""
     if model.config.input_dim is None or next(model.parameters()).dtype != torch.float64:
         raise InputError("the theorems are about models that read vectors, compared in float64: set input_dim, use double().")
+    if model.config.position != "none" and model.config.positions < reads:
+        raise InputError(f"the statement is about {reads} vectors in a row: the model needs as many positions, and has fewer.")
     return model.config.input_dim
 
 
 def _made_up(model: Transformer) -> Tensor:
     """The step from an input at position 1 to the one at position 2 that is embedded as the same vector."""
-    _vector_size(model)
     if model.config.position == "none" or torch.equal(model.positions[0], model.positions[1]):
         raise InputError("this model has p1 = p2: the statement is about models with p1 != p2.")
     assert model.read_in is not None

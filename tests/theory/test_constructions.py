@@ -149,6 +149,8 @@ def test_bad_exact_inputs() -> None:
     for xs in ([], [[Fraction(1)]], [[Fraction(1), Fraction(2)], [Fraction(1)]]):
         with pytest.raises(InputError, match="at least one vector of 2 numbers"):
             exact_outputs(model, xs)
+    with pytest.raises(InputError, match="at least one vector of 1 numbers"):
+        exact_decoder([])
     with pytest.raises(InputError, match="unknown mode 'prefix'"):
         exact_outputs(model, [[Fraction(1), Fraction(2)]], "prefix")
     with pytest.raises(InputError, match="reads and returns vectors"):
@@ -187,6 +189,16 @@ def test_making_models_leaves_the_callers_draws_alone() -> None:
     decoder_beyond_encoders()
     random_transformer(0)
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_seed_chooses_the_model_and_the_vectors_that_are_tried() -> None:
+    same, other = random_transformer(0), random_transformer(1)
+    assert torch.equal(random_transformer(0).head.weight, same.head.weight)
+    assert not torch.equal(other.head.weight, same.head.weight)
+    assert not torch.equal(other.positions, same.positions)
+    plain = random_transformer(0, position="none")
+    assert order_matters(plain, 0) == order_matters(plain, 0)
+    assert order_matters(plain, 0).numbers["decoder"] != pytest.approx(order_matters(plain, 1).numbers["decoder"])
 
 
 # A decoder that is no encoder
@@ -288,6 +300,26 @@ def test_models_the_theorems_say_nothing_about(check: Any) -> None:
             check(model)
 
 
+def test_models_of_too_few_positions_are_refused_not_stretched() -> None:
+    """A table of one position would be added to all vectors alike, as if p1 = p2."""
+    alone, two = random_transformer(0, positions=1), random_transformer(0, positions=2)
+    two.set_positions(two.positions[:1].expand(2, -1).clone())
+    for check, model, reads in [
+        (collapses_for_any_encoder, alone, 2),
+        (repeats_for_any_decoder, alone, 2),
+        (order_matters, alone, 3),
+        (order_matters, two, 3),
+    ]:
+        with pytest.raises(InputError, match=f"about {reads} vectors in a row: the model needs as many positions"):
+            check(model)
+    x = random_inputs(alone, 1, 2)
+    for mode in ("entp", "decoder", "prefix"):
+        with pytest.raises(InputError, match="sequences of 2 tokens do not fit the model's 1 positions"):
+            causal_model(alone, x, mode, prefix=1)
+    torch.testing.assert_close(causal_model(alone, x[:, :1]), alone(x[:, :1], "entp"), **CLOSE)
+    assert order_matters(random_transformer(0, positions=1, position="none")).holds  # without positions there is no limit
+
+
 # Causal models
 
 
@@ -299,6 +331,11 @@ def test_a_decoder_is_its_causal_model(kind: dict[str, Any], seed: int) -> None:
     assert decoder_is_causal(model, x).holds
     once = model.hidden(x, "prefix", prefix=9)  # an encoder that reads everything once is not its causal model
     assert (model.readout(once) - causal_model(model, x, "entp"))[:, :-1].abs().max() > 1e-3
+
+
+def test_outputs_that_are_all_zero_do_not_differ() -> None:
+    found = decoder_is_causal(decoder_beyond_encoders(), torch.zeros(1, 3, 1, dtype=torch.float64))
+    assert found.numbers == {"difference": 0.0}
 
 
 def test_mode_entp_is_the_encoders_causal_model() -> None:
@@ -334,8 +371,9 @@ def test_two_layers_are_not_one_function() -> None:
     assert (causal_model(model, x, "entp") - causal_model(model, x, "decoder"))[:, 1:].abs().max() > 1e-3
     with pytest.raises(InputError, match="this model has 2 layers"):
         one_layer_is_one_function(model, x, 2)
-    with pytest.raises(InputError, match="prefix 6 does not fit 5 tokens"):
-        one_layer_is_one_function(random_model(layers=1), x, 6)
+    for prefix in (0, 6):
+        with pytest.raises(InputError, match=f"prefix {prefix} does not fit 5 tokens"):
+            one_layer_is_one_function(random_model(layers=1), x, prefix)
     with pytest.raises(InputError, match="unknown mode"):
         causal_model(model, x, "encoder")
 
@@ -345,6 +383,9 @@ def test_findings_fail_where_the_statement_does() -> None:
     broken.head.weight[0, 0] = float("nan")  # NaN queries would not do: on some CPUs torch's attention makes zeros of them
     assert not collapses_for_any_encoder(broken).holds
     assert not repeats_for_any_decoder(broken).holds
+    broken = random_transformer(0, position="none")
+    broken.head.weight[0, 0] = float("nan")
+    assert not order_matters(broken).holds
     leaky = random_model(layers=2)
     leaky.hidden = lambda x, mode, **options: Transformer.hidden(leaky, x, "prefix", prefix=x.shape[1])  # type: ignore[method-assign]
     assert not decoder_is_causal(leaky, random_inputs(leaky, 1, 4)).holds

@@ -49,7 +49,7 @@ def measure(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> dict[str, Any]:
 
 def block_sizes(n: int) -> list[int]:
     """The powers of two up to n, and the root of n rounded."""
-    return sorted({2**k for k in range(n.bit_length()) if 2**k <= n} | {root(n)})
+    return sorted({2**k for k in range(n.bit_length())} | {root(n)})
 
 
 def root(n: int) -> int:

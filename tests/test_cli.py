@@ -147,6 +147,7 @@ def test_train_offers_the_promised_flags(capsys: pytest.CaptureFixture[str]) -> 
         ("theory rasp count3 --input 1,x", "--input '1,x' is not a list of whole numbers: write them like"),
         ("theory rasp count3-printed --input 3,1,4", "count3-printed takes whole numbers from 0 to n - 1 = 2"),
         ("theory count3-tradeoff --n-max 64", "--n-max is 64: allowed are 128 to 4096"),
+        ("theory count3-tradeoff --n-max 4097", "--n-max is 4097: allowed are 128 to 4096"),
         ("theory compiled --ratio 0", "--ratio is 0: it must be at least 1"),
         ("theory complexity --out nowhere/x.json", "in a folder that does not exist: make nowhere first"),
         ("theory count3-tradeoff --seed -1", "--seed is -1: it must be at least 0"),

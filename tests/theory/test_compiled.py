@@ -109,6 +109,14 @@ def test_the_papers_experiments(experiments: Transformer) -> None:
         assert np.array_equal(answers(experiments, x), count3_next(x))
 
 
+def test_a_ratio_whose_width_would_be_odd() -> None:
+    """Of ratio 5 the MLP needs 23 times 4 units: two heads share a width of 24."""
+    model = count3(20, ratio=5)
+    assert model.config.width == 24
+    x = np.random.default_rng(8).integers(0, 20, (50, 4))
+    assert np.array_equal(answers(model, x), count3_next(x))
+
+
 def test_without_the_ratio_larger_values_are_wrong(model: Transformer) -> None:
     x = np.random.default_rng(4).integers(0, 64, (200, 16))
     assert (answers(model, x) != count3_next(x)).mean() > 0.5

@@ -173,11 +173,28 @@ def test_what_cannot_be_measured() -> None:
         measure(layers=1)
 
 
+def test_measuring_leaves_the_callers_threads_and_draws_alone() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    try:
+        found = measure([4, 2, 3], width=2, layers=2, heads=1)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(torch.rand(3), expected)
+    assert found["lengths"] == [2, 3, 4]
+    assert column(found, "decoder", "operations") == sorted(column(found, "decoder", "operations"))
+
+
 def test_fitted_powers() -> None:
     lengths = [2, 4, 8, 16, 32]
     assert fit_power(lengths, [3 * n**2.5 for n in lengths]) == pytest.approx(2.5)
     assert fit_power(lengths, [1e6, 1e5, 8, 16, 32]) == pytest.approx(1)  # the upper half only
     assert fit_power(lengths, [0] * 5) is None
+    assert fit_power(lengths, [0, 0, 8, 16, 32]) == pytest.approx(1)  # what is 0 below the middle does not matter
 
 
 def test_the_report(result: dict[str, Any]) -> None:
@@ -189,6 +206,18 @@ def test_the_report(result: dict[str, Any]) -> None:
     assert powers["decoder"][2] == "1.00"
     assert powers["decoder, O(D)"][3] == "0.00"
     assert ["1", "1", "1", "0"] in [line.split()[-4:] for line in lines if line.startswith("paper: decoder-only")]
+    changed = json.loads(json.dumps(result))
+    changed["points"]["decoder"][-1] = {"operations": 2345, "seconds": 0.0125, "precomputed": 3072, "additional": 1536}
+    changed["points"]["decoder"][-1]["formula"] = 2345
+    changed["powers"]["decoder"]["additional"] = -0.004
+    told = [line.split() for line in report(changed).splitlines()]
+    assert ["512", "decoder", "2,345", "12.50", "3.00", "1.50"] in told
+    assert next(words for words in told if words[:1] == ["decoder"])[-1] == "0.00"  # never -0.00
+    assert "growth as n^p from n = 128" in text  # the upper half
+    assert f"far above 6 D = {6 * WIDTH}." in text
+    cached, whole = (column(result, kind, "formula")[-1] for kind in ("entp, cached", "entp"))
+    assert f"does {100 * cached / whole:.0f}% of the" in text
+    assert cached < whole
     assert "except for: entp, cached." in text
     assert f"n² is left in {LAYERS - 2} of {LAYERS} layers" in text
     assert [line.partition(":")[0] for line in lines[-8:] if not line.startswith(" ")] == list(MEASURES)

@@ -259,6 +259,11 @@ def test_report(result: dict[str, Any]) -> None:
     assert ["linear", "512", "256", "0.0078", "1.0000", "2.000"] in lines
     assert ["blocked", "16", "8192", "16", "0.1250", "0.0625", "2.000"] in lines
     assert ["90", "9", "1800", "9", "0.2222", "0.1000", "2.000"] in lines
+    for name in tradeoff.OTHER:
+        products = [row["time_space"] for row in result["rows"] if row["algorithm"] == name]
+        (line,) = [line for line in text.splitlines() if line.startswith(f"{name} ")]
+        assert line.split()[-2:] == [f"{products[0]:.5f}", f"{products[-1]:.5f}"]  # n = 64 and n = 256
+        assert products[0] > products[-1]
     assert f"{len(result['rows'])} of {len(result['rows'])} answers equal Count3; seed 3" in text
     wrong = {**result, "rows": [{**result["rows"][0], "correct": False}, *result["rows"][1:]]}
     assert f"{len(result['rows']) - 1} of {len(result['rows'])} answers" in tradeoff.report(wrong)
@@ -277,6 +282,8 @@ def test_what_the_picture_shows(result: dict[str, Any]) -> None:
     curves, products = figure.subplots(1, 2)
     tradeoff._draw_curves(curves, result)
     tradeoff._draw_products(products, result)
+    first, spaces = curves.get_lines()[0], [1, 2, 4, 8, 16, 32, 64]  # of n = 64
+    assert (list(first.get_xdata()), list(first.get_ydata())) == (spaces, [2 * 64 * 64 // s for s in spaces])
     assert "counters alive at once (number" in curves.get_xlabel()
     assert "steps after x_n (number" in curves.get_ylabel()
     shown = [text.get_text() for text in curves.get_legend().get_texts()]

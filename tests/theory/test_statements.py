@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -11,7 +12,7 @@ import pytest
 
 from entp import load
 from entp.cli import main
-from entp.theory import statements
+from entp.theory import compiled, statements
 from entp.theory.programs import PROGRAMS
 from entp.theory.statements import STATEMENTS, Checked, Statement, check_all, report
 from entp.theory_commands import ProgramName
@@ -38,7 +39,9 @@ def test_all_statements_of_the_paper_are_there_and_come_out_as_documented(
 def test_another_verdict_is_a_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     odd = Statement("thm:odd", "all primes are odd", lambda: Checked("exact: 2", "FAILS"))
     monkeypatch.setattr(statements, "STATEMENTS", (odd,))
-    found = check_all()
+    begun: list[tuple[int, str]] = []
+    found = check_all(lambda done, label: begun.append((done, label)))
+    assert begun == [(0, "thm:odd")]
     assert report(found).endswith("NOT as docs/theory.md says: thm:odd")
     assert main(["theory"]) == 1
     assert "NOT as docs/theory.md says: thm:odd" in capsys.readouterr().out
@@ -51,14 +54,39 @@ def test_programs_on_the_command_line(name: str, capsys: pytest.CaptureFixture[s
     assert re.search(r"answer: \d+$", printed.strip())
     assert re.search(r"^x +1 +0 +2", printed, re.MULTILINE)
     assert set(get_args(ProgramName)) == set(PROGRAMS)
+    if name == "count3-cot":  # -x_i mod 3, plus 1; how many of these are x_i + 2 mod 3, plus 1
+        assert printed.endswith("\n\npartners wanted: 3 1 2\nfound: 1 1 1\nanswer: 0\n")
 
 
 def test_the_trade_off_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "tradeoff.json"
-    assert main(["theory", "count3-tradeoff", "--n-max", "256", "--out", str(out)]) == 0
+    assert main(["theory", "count3-tradeoff", "--n-max", "256", "--seed", "2", "--out", str(out)]) == 0
     assert "fitted: time ~ n^1.50, space ~ n^0.50" in capsys.readouterr().out
-    assert json.loads(out.read_text())["lengths"] == [64, 128, 256]
+    assert (json.loads(out.read_text())["lengths"], json.loads(out.read_text())["seed"]) == ([64, 128, 256], 2)
     assert (tmp_path / "tradeoff.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_trade_off_is_still_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["theory", "count3-tradeoff", "--n-max", "128", "--out", str(tmp_path / "a.json")]) == 0
+    assert "no picture: pip install 'entp[plot]' to draw one." in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_compiled_weights_are_tried_on_the_values_they_are_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["theory", "compiled", "--n-max", "32", "--ratio", "1", "--sequences", "50"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines() if line.endswith(" of 50")]
+    assert [row[:5] for row in rows] == [[str(n), str(n - 1), "50", "of", "50"] for n in (8, 16, 32)]
+    assert main([*words, "--seed", "1"]) == 0
+    assert capsys.readouterr().out != printed  # other sequences: under the causal mask others are right
+    monkeypatch.setattr(compiled, "margin", lambda n_max: 1.0)  # weights that are wrong
+    assert main(words) == 1
 
 
 def test_compiled_weights_are_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,14 +101,18 @@ def test_compiled_weights_are_a_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(capsys.readouterr().out.split()) == 64
 
 
-@pytest.mark.parametrize("n_max", [1, 2, 5])
+@pytest.mark.parametrize("n_max", [1, 2, 3, 5, 11])
 def test_short_compiled_weights_can_be_saved_too(n_max: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(tmp_path / "c")
     assert main(["theory", "compiled", "--n-max", str(n_max), "--sequences", "3", "--out", folder]) == 0
     told = capsys.readouterr().out
     assert load(folder).config.vocab == n_max
     assert ("entp evaluate" in told) == (main(["evaluate", folder, "--batches", "1"]) == 0)  # what it says to try works
-    assert ("entp.load" in told) != ("entp evaluate" in told)
+    assert ("entp.load" in told, "entp evaluate" in told) == (n_max <= 2, n_max > 2)
+    if n_max > 2:  # from the length on that its values are for
+        capsys.readouterr()
+        assert main(["evaluate", folder, "--batches", "1", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["sequence_accuracy"] == 1.0
 
 
 def test_a_ratio_beyond_what_can_be_built_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,9 @@ def test_flops_are_counted_attention_included() -> None:
     q = torch.randn(1, 2, 6, 8)
     attention = count_flops(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q))
     assert attention == 2 * 2 * 2 * 6 * 6 * 8
+    q.requires_grad_()
+    trained = count_flops(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward())
+    assert trained == 3.5 * attention  # two products forward; backward makes the scores again, and four gradients
 
 
 def test_contenders_take_turns_and_steps_in_a_row_are_averaged() -> None:

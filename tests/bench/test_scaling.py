@@ -77,6 +77,35 @@ def test_the_report_has_both_tables(section: dict[str, Any]) -> None:
         assert words in text
 
 
+def test_the_tables_show_what_was_measured() -> None:
+    step = {"step_seconds": [0.002, 0.001, 0.004], "step": 0.002, "step_flops": 3e9, "parts": 2, "memory": 3 * 2**20}
+    points = [{"n": n, **{mode: {**step, "token_seconds": [0.0005]} for mode in scaling.MODES}} for n in (8, 16, 32)]
+    fit = {"what": "step", "mode": "entp", "from_n": 16, "exponent": 1.5, "standard_error": 0.25, "flops_exponent": 2.75}
+    fits = [
+        {**fit, "asymptotic": 3},
+        {**fit, "what": "memory", "standard_error": None, "flops_exponent": None, "asymptotic": 2},
+    ]
+    where = {"device": "somewhere", "threads": 1, "torch": "2"}
+    text = scaling.report({"environment": where, "config": {"size": "small", "batch": 4}, "points": points, "fits": fits})
+    lines = [line.split() for line in text.splitlines()]
+    assert ["32", "decoder", "2.00", "1.00..4.00", "2", "1.5", "3", "0.50", "0.50..0.50"] in lines  # ms, TFLOP/s, MiB, ms
+    assert ["training", "step,", "entp", "1.50", "0.25", "2.75", "3"] in lines
+    assert ["step's", "peak", "memory,", "entp", "1.50", "-", "-", "2"] in lines
+
+
+def test_a_step_that_adds_no_memory_has_a_growth_all_the_same() -> None:
+    points = [{"n": n, "entp": {"memory": memory}} for n, memory in ((8, 0), (16, 0), (32, 0), (64, 0))]
+    assert scaling._fitted(points, "entp", "memory")["exponent"] == 0
+
+
+def test_operations_are_of_the_whole_batch_and_of_one_sequences_token() -> None:
+    task = RandomTokens(16, 64)
+    for mode in ("entp", "decoder"):
+        runs = [Run(task, model_for(task, "small"), mode, batch=batch) for batch in (1, 3)]  # type: ignore[arg-type]
+        one, three = (scaling._counts(run, 16, torch.device("cpu")) for run in runs)
+        assert (three["step_flops"], three["token_flops"]) == (3 * one["step_flops"], one["token_flops"])
+
+
 def test_counts_tend_to_the_papers_powers() -> None:
     """At lengths where attention dominates, exact operations grow as the paper's table says."""
     config = ModelConfig(vocab=64, positions=64, layers=3, heads=3, width=192)

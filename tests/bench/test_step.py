@@ -168,6 +168,47 @@ def test_without_the_loop_there_is_no_ratio() -> None:
     assert " - " in step.report(section)
 
 
+def test_a_step_that_adds_no_memory_has_a_ratio() -> None:
+    rows = [{"name": name, "median": 1.0, "peak_bytes": peak} for name, peak in (("entp reference", 600), ("decoder", 0))]
+    assert [row["memory_ratio"] for row in step._with_ratios(rows)] == [1.0, 600.0]
+
+
+def test_the_report_of_a_named_shape_with_kernels() -> None:
+    """The floor stands beside the kernels' own time; a note stands at the end."""
+    measured = {
+        "seconds": [0.3],
+        "median": 0.3,
+        "tflops_per_s": 2.0,
+        "ratio": 1.0,
+        "peak_bytes": 5 * 2**20,
+        "memory_ratio": 1.0,
+    }
+    rows = [{**measured, "name": name, "median": median} for name, median in (("entp packed", 0.3), ("entp triton", 0.06))]
+    floor = {"flops": 1e12, "tflops_per_s": 50.0, "product_seconds": 0.02, "bytes": 1e9, "tbytes_per_s": 0.1}
+    shape = {**step._describe(PAPER["count3"], torch.ones(2, 64, dtype=torch.bool)), "steps": rows}
+    shape["floor"] = {**floor, "pass_seconds": 0.01, "seconds": 0.03}
+    where = {"device": "somewhere", "threads": 1, "torch": "2"}
+    text = step.report({"environment": where, "shapes": [shape], "targets": [], "note": "a quiet machine"})
+    assert "\ncount3: medium, 64 sequences of 64 tokens, prefixes of 1 to 64, 64 outputs\n" in text
+    assert "entp triton takes 2.00 times that" in text
+    assert any(
+        line.split() == ["entp", "packed", "300.00", "300.00..300.00", "1.00x", "2", "5", "1.00x"] for line in text.splitlines()
+    )
+    assert text.endswith("\n\nnote: a quiet machine")
+
+
+def test_the_loop_takes_a_whole_batch_at_once() -> None:
+    for shape in PAPER.values():
+        rows = shape.batch * shape.run("reference").model.positions ** 2
+        assert (shape.run("reference").train.token_budget or 0) > rows
+        assert shape.run("packed").train.token_budget is None
+
+
+def test_plain_bench_step_is_the_readmes_shape() -> None:
+    shape = step._shape(BenchStepOptions())
+    assert (shape.size, shape.batch, shape.task) == ("small", 8, Match3(length=64))
+
+
 @pytest.mark.parametrize(("got", "met"), [(31.9, "no"), (32.0, "wanted"), (44.9, "wanted"), (45.0, "aim")])
 def test_what_counts_as_reached(got: float, met: str) -> None:
     (row,) = reached("count3", {"time": {"entp triton": got, "entp packed": 99.0}})

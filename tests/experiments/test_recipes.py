@@ -24,7 +24,7 @@ from entp.experiments.count3 import LONG_RATE, PAPER_ARMS
 from entp.experiments.fast import RATE
 from entp.experiments.paper_curves import COUNT3
 from entp.experiments.recipe import find_recipe
-from entp.experiments.records import POINTS, _curve, _fresh, collect, read_results, results_table, run_folder
+from entp.experiments.records import POINTS, _curve, _fresh, _further, collect, read_results, results_table, run_folder
 from entp.experiments.reproduce import How, carry_out, reproduce
 from entp.experiments.summary import read_by
 from entp.intervals import wilson
@@ -80,6 +80,33 @@ def test_what_was_not_run_is_shown_as_not_run(tmp_path: Path) -> None:
     table = results_table(results, recipe.metrics)
     assert table.count("not run") == len(results["arms"])
     assert "0.991" in table  # the paper's value stands even so
+
+
+def test_a_table_shows_what_was_measured_and_a_dash_for_what_was_not() -> None:
+    fresh = {"sequence_accuracy": 0.5, "sequence_accuracy_interval": (0.4, 0.6), "n": 128}
+    fresh["generated"] = {"right": 3, "n": 32, "interval": (0.03, 0.25)}
+    ours = {"loss": 0.125, "sequence_accuracy": 0.75}
+    paper = {"sequence_accuracy": {"value": 0.991}}
+    arms = {
+        "a": {"status": "done", "ours": ours, "paper": paper, "fresh": fresh, "seeds": [0, 1], "seconds": 12.4},
+        "b": {"status": "5 of 9 steps", "ours": ours, "paper": {}, "fresh": None, "seeds": [0], "seconds": 3.0},
+        "c": {"status": "not run", "why": "too long"},
+    }
+    head, _, *rows = results_table({"arms": arms}, ("sequence_accuracy", "loss")).splitlines()
+    assert "sequence_accuracy paper  sequence_accuracy ours  loss ours" in head  # the paper has no loss anywhere
+    assert [re.split(r"\s{2,}", row) for row in rows] == [
+        ["a", "done", "0.991", "0.75", "0.125", "0.5000 (0.4000..0.6000, n 128)", "3 of 32 (0.0300..0.2500)", "2", "12"],
+        ["b", "5 of 9 steps", "-", "0.75", "0.125", "-", "-", "1", "3"],
+        ["c", "not run", "-", "-", "-", "-", "-", "-", "-"],
+    ]
+
+
+def test_a_record_is_taken_only_where_it_came_further_than_the_folder() -> None:
+    """As far is not further: the folder may have been tested since it was recorded."""
+    here, longer = {"steps": 5, "final": {"n": 1}}, {"steps": 6}
+    assert _further(here, {"steps": 5}) is here
+    assert _further(here, longer) is longer
+    assert (_further(here, None), _further(None, longer)) == (here, longer)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -284,7 +311,8 @@ def test_one_seed_of_several(tmp_path: Path) -> None:
     assert (found["seeds"], found["status"]) == ([1], "done, 2 seeds not run")
     both = entp(*words, "--seed=2", "--out=two", cwd=tmp_path)
     assert both.returncode == 0, both.stderr
-    assert json.loads((tmp_path / "all.json").read_text())["arms"]["ENTP medium, decoder first"]["seeds"] == [1, 2]
+    found = json.loads((tmp_path / "all.json").read_text())["arms"]["ENTP medium, decoder first"]
+    assert (found["seeds"], found["status"]) == ([1, 2], "done, 1 seed not run")
     wrong = entp(*words, "--seed=7", cwd=tmp_path)
     assert (wrong.returncode, "seed" in wrong.stderr, "0, 1, 2" in wrong.stderr) == (2, True, True), wrong.stderr
 
@@ -426,6 +454,8 @@ def test_runs_with_other_settings_are_not_taken_for_these(tmp_path: Path, capsys
     path.write_text(json.dumps(kept))
     assert read_results(recipe, path) == {}
     assert f"{label}, seed 0 has other settings" in capsys.readouterr().err
+    assert read_results(recipe, path, quiet=True) == {}
+    assert capsys.readouterr().err == ""
     del kept["arms"][label]["runs"][0]["settings"]["optim"]["max_lr"]  # an option that was new since then: its default
     path.write_text(json.dumps(kept))
     faster = replace(recipe.runs[label], optim=replace(recipe.runs[label].optim, max_lr=OptimConfig().max_lr))

@@ -1,4 +1,4 @@
-"""How many rows at once: a step is halved where halves keep a GPU busy, and never where they would not."""
+"""How many rows at once: a step is halved where halves keep a GPU busy, and never where they would not; a budget is kept."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from random_models import random_inputs, random_model
 
+from entp import InputError, all_prefixes
 from entp.config import SIZES, ModelConfig
 from entp.engine.budget import BUSY, default_token_budget, memory_counts, step_token_budget
 from entp.model import Transformer
@@ -36,3 +38,27 @@ def test_a_large_step_is_halved_and_a_small_one_is_not(model: Transformer) -> No
 def test_a_cpu_takes_what_fits(model: Transformer) -> None:
     cpu = torch.device("cpu")
     assert step_token_budget(model, cpu, 10**9) == default_token_budget(model, cpu) == 4854
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("budget", [9, 30, 90, 1000])
+def test_no_more_rows_than_the_budget_are_computed_at_once(budget: int, gradients: bool) -> None:
+    """In the forward pass, and when parts are made again in the backward one: only one of them is ever in memory."""
+    model, at_once = random_model(layers=3), list[int]()
+    for block in model.blocks:
+        block.fc.register_forward_hook(lambda _module, _inputs, rows: at_once.append(len(rows)))  # type: ignore[union-attr]
+    with torch.set_grad_enabled(gradients):
+        out = all_prefixes(model, random_inputs(model, 3, 8), impl="packed", token_budget=budget)  # 36 rows in each sequence
+    forward = len(at_once)
+    if gradients:
+        out.sum().backward()
+    assert max(at_once) <= budget
+    assert (forward > 3) == (budget < 3 * 36)
+    assert len(at_once) == (2 * forward if gradients and forward > 3 else forward)
+
+
+@pytest.mark.parametrize("budget", [0, -1])
+def test_a_budget_of_nothing_is_refused(budget: int) -> None:
+    model = random_model()
+    with pytest.raises(InputError, match=f"token_budget is {budget}: it must be at least 1, or None for the default"):
+        all_prefixes(model, random_inputs(model, 1, 3), token_budget=budget)

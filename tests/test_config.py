@@ -138,6 +138,7 @@ MODEL = {"vocab": 8, "positions": 8, "layers": 1, "heads": 2, "width": 8}
         ({"outputs": 0}, r"model\.outputs is 0"),
         ({"vocab": None, "input_dim": 0, "outputs": 1}, r"model\.input_dim is 0"),
         ({"heads": 3}, r"model\.heads 3 does not divide model\.width 8: .*such as 9"),
+        ({"heads": 20}, r"model\.heads 20 does not divide model\.width 8: .*such as 20"),
         ({"vocab": None}, "exactly one of vocab .* and input_dim"),
         ({"input_dim": 3}, "exactly one of vocab .* and input_dim"),
         ({"vocab": None, "input_dim": 3}, r"model\.outputs must be set"),

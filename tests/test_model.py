@@ -367,6 +367,7 @@ def test_inputs_the_model_cannot_read(mode: str) -> None:
         (vectors, points[..., :2], r"vectors \(batch, time, 3\), got \(2, 5, 2\)"),
         (vectors, points[0], "vectors"),
         (vectors, ids, "vectors"),
+        (vectors, points.long(), r"vectors \(batch, time, 3\), got \(2, 5, 3\) of torch\.int64"),
     ]:
         with pytest.raises(InputError, match=message):
             run(model, x, mode)

@@ -403,7 +403,13 @@ def test_a_decoder_by_the_kernels(config: dict[str, Any], mode: str, prefix: Any
 
 @pytest.mark.parametrize(
     ("mode", "options"),
-    [("prefix", {"prefix": torch.tensor(2)}), ("prefix", {}), ("prefix", {"prefix": 0}), ("decoder", {"lengths": [2, 4]})],
+    [
+        ("prefix", {"prefix": torch.tensor(2)}),
+        ("prefix", {}),
+        ("prefix", {"prefix": 0}),
+        ("prefix", {"prefix": [3, 1], "lengths": [2, 4]}),
+        ("decoder", {"lengths": [2, 4]}),
+    ],
 )
 def test_what_the_kernels_do_not_take_in_other_modes_is_a_sentence(mode: str, options: dict[str, Any]) -> None:
     model = random_model().to(DEVICE)

@@ -176,6 +176,12 @@ def test_optim_checks(change: dict[str, Any], message: str) -> None:
         OptimConfig(**change)
 
 
+def test_what_turns_a_part_of_the_optimizer_off_is_allowed() -> None:
+    """No momentum, no warm-up, a rate that stays or falls to nothing, no weight decay, no clipping."""
+    off = OptimConfig(max_lr=1e-3, min_lr=1e-3, warmup=0, decay_steps=1, beta1=0.0, beta2=0.0, weight_decay=0.0, clip=0.0)
+    assert dataclasses.replace(off, min_lr=0.0).min_lr == 0
+
+
 @pytest.mark.parametrize("name", ["eval_every", "eval_batches", "checkpoint_every", "log_every", "token_budget"])
 def test_train_sizes(name: str) -> None:
     with pytest.raises(InputError, match=rf"train\.{name} is 0: it must be at least 1"):

@@ -58,4 +58,6 @@ def test_numpys_masks_and_positions(mode: str) -> None:
     with pytest.raises(InputError, match="it must be a list of positions, or a bool mask"):
         model(x, mode, at=[np.True_, np.False_])
     with pytest.raises(InputError, match="it must be a list of positions, or a bool mask"):
+        model(x, mode, at=[True, False])  # Python takes them for 1 and 0
+    with pytest.raises(InputError, match="it must be a list of positions, or a bool mask"):
         all_prefixes(model, x, at=np.array([1.0]))

@@ -277,6 +277,14 @@ def test_pack_layout(batch: int, time: int, chance: float, seed: int) -> None:
     assert packing.bounds.dtype == torch.int32
 
 
+def test_batches_of_other_shapes_do_not_share_a_layout() -> None:
+    """All of 16 tokens are asked for each time: what tells these masks apart is their shape alone."""
+    model = random_model(layers=3)
+    for batch, time in ((2, 8), (4, 4), (1, 16)):
+        x = random_inputs(model, batch, time)
+        torch.testing.assert_close(all_prefixes(model, x), all_prefixes(model, x, impl="reference"), rtol=1e-10, atol=1e-12)
+
+
 @given(st.integers(1, 3), st.integers(1, 36), st.floats(0.05, 1), st.integers(0, 99), st.sampled_from([0.3, 1.0, 30.0]))
 def test_running_attention_row_by_row(batch: int, time: int, chance: float, seed: int, scale: float) -> None:
     torch.manual_seed(seed)

@@ -74,7 +74,7 @@ def test_what_is_chosen_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert max(saved["tried"]) <= 12
 
 
-@pytest.mark.parametrize(("at", "batch"), [(0, 12), (6, 0), (6, -1), (-1, 12)])
+@pytest.mark.parametrize(("at", "batch"), [(0, 12), (6, 0), (6, -1), (-1, 12), (-1, -1)])
 def test_both_or_neither(at: int, batch: int) -> None:
     with pytest.raises(InputError, match=rf"optim\.late_at is {at} and optim\.late_batch {batch}: give both"):
         OptimConfig(late_at=at, late_batch=batch)

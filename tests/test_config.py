@@ -14,7 +14,7 @@ import pytest
 
 from entp import SIZES, InputError, ModelConfig, OptimConfig, Run, TrainConfig
 from entp.config import model_for
-from entp.config_json import FREE_TO_CHANGE, config_hash, run_from_json, run_to_json
+from entp.config_json import config_hash, run_from_json, run_to_json
 from entp.tasks import Task
 from entp.tasks.counting import Count2, Count3, Match3, count2_next
 
@@ -117,7 +117,7 @@ def test_not_a_run(data: Any) -> None:
 
 
 def test_checks_apply_to_json_too() -> None:
-    with pytest.raises(InputError, match=r"model\.heads 5 does not divide model\.width 192"):
+    with pytest.raises(InputError, match=r"^config cannot be read: model\.heads 5 does not divide model\.width 192"):
         run_from_json(changed(RUNS["defaults"], "model.heads", 5))
     with pytest.raises(InputError, match="swapped"):
         run_from_json(changed(RUNS["defaults"], "optim.min_lr", 1.0))
@@ -311,6 +311,8 @@ TOGETHER = {
     "start.max_lr": [("start.steps", 600)],
     "start.even": [("start.steps", 600), ("start.mode", "prefixes")],
 }
+FREE_TO_CHANGE = {"steps", "train.checkpoint_every", "train.log_every", "train.mirror", "train.target", "train.max_seconds"}
+"""What a run may be resumed with another value of."""
 FIXED_BY_THE_TASK = {"model.vocab", "model.input_dim", "model.outputs"}
 
 

@@ -327,6 +327,7 @@ ERRORS: dict[str, tuple[dict[str, object], str]] = {
     "mode": ({"mode": "enpt"}, "unknown mode 'enpt'.*entp, decoder, prefix.*mean entp"),
     "temperature": ({"temperature": -0.1}, "temperature is -0.1"),
     "temperature nan": ({"temperature": float("nan")}, "temperature is nan"),
+    "temperature endless": ({"temperature": float("inf")}, "temperature is inf"),
     "top_k": ({"top_k": 0}, "top_k is 0: it must be at least 1"),
     "top_p zero": ({"top_p": 0.0}, "top_p is 0.0"),
     "top_p above one": ({"top_p": 1.1}, "top_p is 1.1"),

@@ -242,6 +242,18 @@ def bf16_errors(seed: int, impl: str, **config: Any) -> float:
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_weights_in_bfloat16_give_outputs_and_gradients_in_bfloat16(layers: int) -> None:
+    model = random_model(layers=layers, width=16)
+    x = random_inputs(model, 2, 18)
+    exact = all_prefixes(model, x, impl="reference")
+    rounded = all_prefixes(model.bfloat16(), x, impl="packed")
+    rounded.sum().backward()
+    assert {rounded.dtype, *(p.grad.dtype for p in model.parameters() if p.grad is not None)} == {torch.bfloat16}
+    assert (rounded - exact).abs().max() < 0.1 * exact.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_bfloat16_is_no_worse_than_the_reference() -> None:
     """Over 48 models the mean log ratio of the two errors is not above 0 by more than three standard errors (5 %)."""
     shapes: list[dict[str, Any]] = [{"width": 16}, {"width": 32, "heads": 4}, {"width": 16, "scale": "one"}]

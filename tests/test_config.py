@@ -169,6 +169,7 @@ def test_model_checks(change: dict[str, Any], message: str) -> None:
         ({"name": "adam"}, r"unknown optim\.name 'adam'.*Did you mean adamw"),
         ({"max_lr": float("nan")}, "max_lr"),
         ({"clip": float("nan")}, "clip"),
+        ({"clip": True}, r"optim\.clip is True: it must be a finite number"),
     ],
 )
 def test_optim_checks(change: dict[str, Any], message: str) -> None:
@@ -229,6 +230,9 @@ def test_run_checks(change: dict[str, Any], message: str) -> None:
 def test_position_free_models_read_any_length() -> None:
     run = dataclasses.replace(RUNS["defaults"], model=model_for(Count3(), positions=1, position="none"))
     assert run.model.positions == 1
+    assert ModelConfig(**{**MODEL, "position": "none", "positions": 10**12}).positions == 10**12  # no table of them is made
+    with pytest.raises(InputError, match=r"positions 1000000000000 has 8e\+12 weights"):
+        ModelConfig(**{**MODEL, "positions": 10**12})
 
 
 def test_several_problems_are_reported_at_once() -> None:

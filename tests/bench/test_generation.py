@@ -57,6 +57,9 @@ def test_a_contender_continues_prompts_to_the_end() -> None:
         ({"prompt": 16, "total": 16}, "--total is 16: it must be above --prompt 16"),
         ({"batch": 0}, "--batch is 0: it must be at least 1"),
         ({"vocab": 0}, "--vocab is 0"),
+        ({"prompt": 0}, "--prompt is 0: it must be at least 1"),
+        ({"repeats": 0}, "--repeats is 0: it must be at least 1"),
+        ({"warmup": -1}, "--warmup is -1: it must be at least 0"),
     ],
 )
 def test_bad_options_are_sentences(options: dict[str, Any], message: str) -> None:

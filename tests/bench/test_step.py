@@ -71,6 +71,7 @@ def test_shapes_by_name() -> None:
     ("options", "message"),
     [
         ({"length": 0}, "--length is 0: it must be at least 1"),
+        ({"batch": 0}, "--batch is 0: it must be at least 1"),
         ({"repeats": 0}, "--repeats is 0: it must be at least 1"),
         ({"warmup": -1}, "--warmup is -1: it must be at least 0"),
         ({"contenders": "packed,walk"}, "unknown contender 'walk': allowed are reference, packed, triton, decoder"),

@@ -40,6 +40,12 @@ def test_a_cpu_takes_what_fits(model: Transformer) -> None:
     assert step_token_budget(model, cpu, 10**9) == default_token_budget(model, cpu) == 4854
 
 
+def test_the_largest_models_get_a_thousand_rows_at_least() -> None:
+    with torch.device("meta"):
+        large = Transformer(ModelConfig(vocab=2, positions=1, layers=3, heads=1, width=8192))
+    assert default_token_budget(large, torch.device("cpu")) == 1024
+
+
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("budget", [9, 30, 90, 1000])
 def test_no_more_rows_than_the_budget_are_computed_at_once(budget: int, gradients: bool) -> None:

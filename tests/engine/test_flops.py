@@ -54,11 +54,12 @@ def test_reference_and_decoder_are_exact(layers: int, kind: str) -> None:
     assert decoder_flops(config, wanted).total == found.total()
 
 
-def test_vectors_and_a_head_are_counted() -> None:
+@pytest.mark.parametrize("kind", [{"input_dim": 5, "outputs": 3}, {"vocab": 7, "outputs": 3}], ids=["vectors", "tokens"])
+def test_vectors_and_a_head_are_counted(kind: dict[str, int]) -> None:
     wanted = mask("seed")
-    config, found = step(wanted, "entp", "reference", input_dim=5, outputs=3)
+    config, found = step(wanted, "entp", "reference", **kind)
     assert reference_flops(config, wanted).total == found.total()
-    config, found = step(wanted, "decoder", "auto", input_dim=5, outputs=3)
+    config, found = step(wanted, "decoder", "auto", **kind)
     assert decoder_flops(config, wanted).total == found.total()
 
 

@@ -252,6 +252,14 @@ def test_draws_follow_softmax() -> None:
     assert [counts[token] / 20_000 for token in range(6)] == pytest.approx((LOGITS / 0.7).softmax(-1).tolist(), abs=0.015)
 
 
+def test_draws_round_neither_half_nor_double_precision() -> None:
+    rows, sampling = LOGITS.bfloat16().expand(5000, -1), Sampling(temperature=0.7, top_p=0.93)
+    half, single = (pick(logits, sampling, torch.Generator().manual_seed(0)) for logits in (rows, rows.float()))
+    assert torch.equal(half, single)
+    nearly = torch.tensor([1.0, 1.0 + 1e-12], dtype=torch.float64)
+    assert pick(nearly.expand(100, -1), Sampling(temperature=1e-14)).tolist() == [1] * 100
+
+
 @pytest.mark.parametrize(("k", "allowed"), [(1, {1}), (3, {1, 4, 2}), (6, set(range(6))), (50, set(range(6)))])
 def test_top_k_draws_from_the_k_best(k: int, allowed: set[int]) -> None:
     assert set(drawn(Sampling(temperature=1.0, top_k=k))) == allowed

@@ -76,9 +76,10 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("command", ["train", "evaluate", "generate", "export", "reproduce"])
 def test_help_without_a_name_says_where_the_options_are(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    assert re.search(rf"^options: entp {command} [A-Z_]+ --help$", capsys.readouterr().out, re.MULTILINE)
+    for word in ("--help", "-h"):
+        with pytest.raises(SystemExit):
+            main([command, word])
+        assert re.search(rf"^options: entp {command} [A-Z_]+ --help$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_bench_lists_its_three(capsys: pytest.CaptureFixture[str]) -> None:

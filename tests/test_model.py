@@ -418,6 +418,16 @@ def test_unknown_modes_and_missing_prefix() -> None:
         model(x, "prefix")
 
 
+@pytest.mark.parametrize("lengths", [None, torch.tensor([5, 3])], ids=["whole", "padded"])
+@pytest.mark.parametrize("prefix", [1, 3, 4, 5, 6])
+def test_one_prefix_for_all_is_the_same_one_for_each(prefix: int, lengths: Tensor | None) -> None:
+    """Next to the whole sequence, too, where no mask would be needed."""
+    model = random_model()
+    x = random_inputs(model, 2, 5)
+    for_all, for_each = (model(x, "prefix", prefix=p, lengths=lengths) for p in (prefix, [prefix, prefix]))
+    torch.testing.assert_close(for_all, for_each, rtol=1e-11, atol=1e-12)
+
+
 def test_a_prefix_per_sequence_must_fit_the_batch() -> None:
     model = random_model()
     with pytest.raises(InputError, match="prefix"):

@@ -16,6 +16,7 @@ from entp.errors import InputError
 
 SAME_PREFIX = [np.int64(2), np.array(2), torch.tensor(2), [2, 2], (2, 2), np.array([2, 2]), np.array([2, 2, 2])[::-2]]
 BAD_PREFIX = [True, 1.5, [1.5, 2.0], np.float64(2.0), np.array([True, False]), "2", [], [1, [2, 3]], torch.tensor([1.5, 2.0])]
+BAD_PREFIX.append(torch.tensor([1j, 2.0]))
 
 
 @pytest.mark.parametrize("prefix", SAME_PREFIX, ids=repr)

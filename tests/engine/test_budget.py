@@ -54,7 +54,7 @@ def test_no_more_rows_than_the_budget_are_computed_at_once(budget: int, gradient
     for block in model.blocks:
         block.fc.register_forward_hook(lambda _module, _inputs, rows: at_once.append(len(rows)))  # type: ignore[union-attr]
     with torch.set_grad_enabled(gradients):
-        out = all_prefixes(model, random_inputs(model, 3, 8), impl="packed", token_budget=budget)  # 36 rows in each sequence
+        out = model(random_inputs(model, 3, 8), impl="packed", token_budget=budget)  # 36 rows in each sequence
     forward = len(at_once)
     if gradients:
         out.sum().backward()

@@ -277,6 +277,7 @@ def test_top_p_draws_from_the_fewest_that_reach_p() -> None:
         assert set(drawn(Sampling(temperature=1.0, top_p=just_below))) == set(best_first[:count])
         assert set(drawn(Sampling(temperature=1.0, top_p=just_above))) == set(best_first[: count + 1])
     assert set(drawn(Sampling(temperature=1.0, top_p=1.0))) == set(range(6))
+    assert set(pick(torch.zeros(100, 4), Sampling(temperature=1.0, top_p=0.5)).tolist()) == {0, 1}  # they reach it exactly
 
 
 def test_top_p_is_measured_after_top_k() -> None:

@@ -12,11 +12,13 @@ from matplotlib.figure import Figure
 
 from entp.bench import picture
 from entp.config_json import run_from_json
+from entp.demo import Side, demo_run
 from entp.demo import draw as draw_demo
 from entp.experiments.pictures import draw_curves, draw_depth
 from entp.experiments.recipe import find_recipe
 from entp.experiments.summary import draw_summary
 from entp.figures import save_figure
+from entp.model import Transformer
 
 RESULTS = Path(__file__).parent.parent / "results"
 
@@ -25,8 +27,13 @@ def read(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
+def demo_side() -> Side:
+    run = demo_run("entp")
+    return Side("ENTP", run, Transformer(run.model), {}, seconds=1.0, flops=1e9, curve=[(1, 0.0), (2, 0.5)])
+
+
 DRAWN: dict[str, Callable[[Path], object]] = {
-    "demo": lambda path: draw_demo([], path),
+    "demo": lambda path: draw_demo([demo_side()], path),
     "curves": lambda path: draw_curves(find_recipe("match3"), read("match3"), path),
     "depth": lambda path: draw_depth(read("count3-depth"), path),
     "summary": lambda path: draw_summary(RESULTS, path),

@@ -14,7 +14,6 @@ from entp import pretrained
 from entp.config import Run, model_for
 from entp.demo import demo, demo_run, shipped
 from entp.errors import InputError
-from entp.intervals import wilson
 from entp.model import Transformer
 from entp.table import format_table
 from entp.tasks.counting import Count3
@@ -67,14 +66,6 @@ def test_the_models_that_come_with_entp_are_tested_on_new_sequences(tmp_path: Pa
 
 def test_both_sides_differ_in_the_mode_only() -> None:
     assert replace(demo_run("decoder"), mode="entp") == demo_run("entp")
-
-
-def test_wilson_interval() -> None:
-    assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-3)
-    assert wilson(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-3)
-    low, high = wilson(500, 1000)
-    assert low == pytest.approx(0.469, abs=1e-3)
-    assert high == pytest.approx(0.531, abs=1e-3)
 
 
 def test_table_lines_up() -> None:

@@ -271,6 +271,7 @@ def test_a_damaged_record_is_named_with_its_key(
     said = capsys.readouterr().err
     assert f"{path} is" in said
     assert told in said
+    assert name != "engine_speed" or f"remove 'step' from it, and make it anew with `entp bench step --out {path}`" in said
     other = ["bench", "generate", "--out"] if name == "engine_speed" else ["reproduce", name, "--record"]
     assert main([*other, str(path), *([f"--out={tmp_path}"] if name != "engine_speed" else [])]) == 2
     assert told in capsys.readouterr().err

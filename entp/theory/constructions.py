@@ -303,7 +303,8 @@ def _vector_size(model: Transformer, reads: int) -> int:
     if model.config.input_dim is None or next(model.parameters()).dtype != torch.float64:
         raise InputError("the theorems are about models that read vectors, compared in float64: set input_dim, use double().")
     if model.config.position != "none" and model.config.positions < reads:
-        raise InputError(f"the statement is about {reads} vectors in a row: the model needs as many positions, and has fewer.")
+        told = f"the model needs as many positions, and has {model.config.positions}"
+        raise InputError(f"the statement is about {reads} vectors in a row: {told}.")
     return model.config.input_dim
 
 

@@ -198,13 +198,6 @@ def test_the_report_of_a_named_shape_with_kernels() -> None:
     assert text.endswith("\n\nnote: a quiet machine")
 
 
-def test_the_loop_takes_a_whole_batch_at_once() -> None:
-    for shape in PAPER.values():
-        rows = shape.batch * shape.run("reference").model.positions ** 2
-        assert (shape.run("reference").train.token_budget or 0) > rows
-        assert shape.run("packed").train.token_budget is None
-
-
 def test_plain_bench_step_is_the_readmes_shape() -> None:
     shape = step._shape(BenchStepOptions())
     assert (shape.size, shape.batch, shape.task) == ("small", 8, Match3(length=64))

@@ -125,7 +125,11 @@ RECIPE = Recipe(
         "decoder large": {"sequence_accuracy": PaperValue(0.0, CURVES), "token_accuracy": PaperValue(0.755, CURVES)},
     },
     shrink=tiny,
-    seeds={"ENTP medium, decoder first": (0, 1, 2)},
+    seeds={
+        "ENTP medium, decoder first": (0, 1, 2),
+        "decoder medium, as many sequences": (0, 1, 2),
+        "decoder medium, fast": (0, 1),
+    },
     curves=COUNT3,
     alone=1024,
     few=("ENTP medium", "prefix decoder medium", "ENTP medium, decoder first"),

@@ -6,11 +6,14 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
 from multiprocessing import active_children, get_context, parent_process
 from types import FrameType
 from typing import Any
+
+from entp.errors import TrainingStopped
 
 _working = threading.Lock()
 """Held while a process is at work."""
@@ -21,27 +24,39 @@ def side_by_side(
 ) -> Iterator[tuple[int, int | None]]:
     """work(*task) for all tasks, `jobs` at a time: the number of each that is done, and the signal that stopped it, if one did.
 
-    SIGTERM is passed on to those at work, which save what they have; nothing else is begun then.
+    SIGTERM and SIGINT are passed on to those at work, which save what they have; nothing else is begun then. A second SIGINT
+    interrupts at once.
     """
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_wait_quietly)
     caught: list[int] = []
+    todo = iter(enumerate(tasks))
+    waiting: dict[Future[int | None], int] = {}
+
+    def begin(count: int) -> None:  # no more than are at work: what a pool has taken in, it begins even after a signal
+        waiting.update({pool.submit(_at_work, work, *task): number for number, task in islice(todo, count)})
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and number in caught:
+            raise KeyboardInterrupt
         caught.append(number)
         _terminate_all()
 
     ours = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, pass_on) if ours else None
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM) if ours}
     try:
-        waiting = {pool.submit(_at_work, work, *task): number for number, task in enumerate(tasks)}
-        for future in as_completed(waiting):
+        begin(jobs)
+        while waiting:
+            future = next(iter(wait(waiting, return_when=FIRST_COMPLETED).done))
+            stopped = None
             try:
-                stopped = future.result() or next(iter(caught), None)
+                stopped = future.result()
             except BrokenProcessPool:  # one that was only just starting died of the signal
                 if not caught:
-                    raise
-                stopped = caught[0]
-            yield waiting[future], stopped
+                    told = "a process died, perhaps because memory ran out: run again to go on, with fewer --jobs"
+                    raise TrainingStopped(f"{told}; what was saved is kept.") from None
+            stopped = caught[0] if caught else stopped
+            begin(0 if stopped else 1)
+            yield waiting.pop(future), stopped
             if stopped:
                 return
     finally:
@@ -49,8 +64,8 @@ def side_by_side(
         while caught and (left := active_children()):  # some may have begun after the signal
             _terminate_all()
             left[0].join(1)
-        if ours:
-            signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _terminate_all() -> None:

@@ -15,7 +15,7 @@ from small_runs import entp
 from entp.cli import main
 from entp.experiments import RECIPES
 from entp.experiments.paper_curves import COUNT3
-from entp.experiments.pictures import draw_depth, new_figure
+from entp.experiments.pictures import depth_lines, draw_depth, new_figure
 from entp.experiments.recipe import find_recipe
 from entp.experiments.records import read_results
 from entp.experiments.summary import SIDES, _learning, _speeds, _step, draw_summary
@@ -170,15 +170,23 @@ def test_the_picture_shows_what_the_files_hold() -> None:
     _learning(learning, count3, 0.5)
     *ours, authors = learning.get_lines()
     fast = [arm for label, arm in count3["arms"].items() if label.endswith((", fast", ", decoder first"))]
-    for line, run in zip(ours, (run for arm in fast for run in arm.get("runs", [])), strict=True):
+    shown = [run for arm in fast for run in arm.get("runs", [])]
+    for line, run in zip(ours, shown, strict=True):
         assert line.get_xdata() == pytest.approx([row["seconds"] / 60 for row in run["curve"]])
         assert list(line.get_ydata()) == [row["sequence_accuracy"] for row in run["curve"]]
-        assert line.get_linestyle() == ("--" if run["settings"].get("start", {}).get("steps") else "-")
+        started = bool(run["settings"].get("start", {}).get("steps"))
+        assert line.get_linestyle() == ("--" if started else "-")
+        if not line.get_label().startswith("_"):  # the first of its seeds
+            mode = {"entp": "ENTP", "decoder": "decoder", "prefix": "prefix decoder"}[run["settings"]["mode"]]
+            assert line.get_label() == f"{mode}, here" + (", a decoder first" if started else "")
+    colours = {(run["settings"]["mode"], line.get_color()) for line, run in zip(ours, shown, strict=True)}
+    assert len(colours) == len({mode for mode, _ in colours}) == len({colour for _, colour in colours}) == 3  # of modes
     names = [text.get_text() for text in learning.get_legend().get_texts()]
     assert len(names) == len(set(names)) >= 3  # one for all seeds
     steps, right = zip(*COUNT3["ENTP medium"]["sequence_accuracy"], strict=True)
     assert authors.get_xdata() == pytest.approx([step * 0.5 / 60 for step in steps])
     assert tuple(authors.get_ydata()) == right
+    assert "0.50 s a step" in names[-1]
     shapes = {shape["name"]: {row["name"]: row for row in shape["steps"]} for shape in speed["step"]["shapes"]}
     assert _step({"shapes": speed["step"]["shapes"][::-1]}, "entp triton") == shapes["count3"]["entp triton"]["median"]
     assert _step(speed["step"], "nobody") is None
@@ -186,6 +194,8 @@ def test_the_picture_shows_what_the_files_hold() -> None:
     for side, bars in zip(SIDES, speeds.containers, strict=True):
         heights = [1e3 * rows[side]["median"] for rows in shapes.values()]
         assert [bar.get_height() for bar in bars] == pytest.approx(heights)
+    assert (speeds.get_ylabel(), speeds.get_yscale()) == ("ms", "log")
+    assert len({bars[0].get_facecolor() for bars in speeds.containers}) == 3
     kernels = [rows["entp triton"] for rows in shapes.values()]
     assert [text.get_text() for text in speeds.texts] == [f"{row['ratio']:.0f}x" for row in kernels]
     assert [text.xy for text in speeds.texts] == [(n, 1e3 * row["median"]) for n, row in enumerate(kernels)]
@@ -244,6 +254,11 @@ DAMAGE: dict[str, tuple[str, Callable[[Any], None], str]] = {
         remove("arms.ENTP medium.runs.0.best.token_accuracy"),
         "arms.ENTP medium.runs.0.best has no 'token_accuracy'",
     ),
+    "no task": (
+        "count3",
+        remove("arms.ENTP medium.runs.0.settings.task"),
+        "it has no task with a name",
+    ),
     "fresh without runs": ("count3-depth", remove("arms.ENTP, 2 layers, 16 integers.runs"), "has no 'runs'"),
     "an interval of one": (
         "count3-depth",
@@ -289,6 +304,9 @@ def test_speeds_without_kernels_or_steps_get_no_panel(tmp_path: Path) -> None:
 
 def test_arms_of_other_names_are_not_drawn_by_depth(tmp_path: Path) -> None:
     found = json.loads((ROOT / "results" / "count3-depth.json").read_text())
-    found["arms"]["something else"] = found["arms"]["ENTP, 2 layers, 16 integers"]
+    lines = depth_lines(found, "sequence_accuracy")
+    for label in ("something else", "ENTP, 2 layers, 99 integers, again"):
+        found["arms"][label] = found["arms"]["ENTP, 2 layers, 16 integers"]
+    assert depth_lines(found, "sequence_accuracy") == lines
     draw_depth(found, tmp_path / "depth.png")
     assert (tmp_path / "depth.png").stat().st_size > 10_000

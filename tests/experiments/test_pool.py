@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,8 +80,11 @@ def test_where_one_is_stopped_nothing_else_begins(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("send", [os.kill, os.killpg])
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_all_processes_is_heard_once_by_each(how: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_to_the_parent_or_to_all_stops_all(
+    how: signal.Signals, send: Callable[[int, int], None], tmp_path: Path
+) -> None:
     """Ctrl-C reaches the parent and those at work: both save, the others of six are not begun, the parent names its signal."""
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -94,7 +98,7 @@ def test_a_signal_to_all_processes_is_heard_once_by_each(how: signal.Signals, tm
     )
     assert see(tmp_path / "0.begun")
     assert see(tmp_path / "1.begun")
-    os.killpg(parent.pid, how)
+    send(parent.pid, how)
     said, _ = parent.communicate(timeout=LIMIT)
     assert said in (f"[(0, {how.value})]\n", f"[(1, {how.value})]\n")
     assert sorted(file.name for file in tmp_path.glob("?.*")) == ["0.begun", "0.saved", "1.begun", "1.saved"]

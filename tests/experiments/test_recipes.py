@@ -80,6 +80,8 @@ def test_what_was_not_run_is_shown_as_not_run(tmp_path: Path) -> None:
     table = results_table(results, recipe.metrics)
     assert table.count("not run") == len(results["arms"])
     assert "0.991" in table  # the paper's value stands even so
+    assert recipe.missing
+    assert {label: results["arms"][label].get("why") for label in recipe.missing} == recipe.missing
 
 
 def test_a_table_shows_what_was_measured_and_a_dash_for_what_was_not() -> None:
@@ -144,6 +146,16 @@ def test_an_unfinished_arm_goes_on(tmp_path: Path) -> None:
     assert reproduce(recipe, tmp_path, device="cpu", only=[label])["arms"][label]["steps"] == 60
 
 
+def test_an_arm_is_done_when_all_its_seeds_are(tmp_path: Path) -> None:
+    recipe, label = find_recipe("count3").tiny(), "prefix decoder medium"
+    for seed, steps in ((0, 20), (1, 5)):
+        run = replace(recipe.runs[label], steps=steps, seed=seed)
+        carry_out(recipe, label, run, How(tmp_path, "cpu", 1, minutes=None))
+    for seeds, status in (((0, 1), "done, 5 of 20 steps"), ((0, 1, 2), "done, 5 of 20 steps, 1 seed not run")):
+        own = replace(recipe, runs={label: replace(recipe.runs[label], steps=20)}, seeds={label: seeds})
+        assert collect(own, tmp_path)["arms"][label]["status"] == status
+
+
 def test_an_arm_may_be_given_minutes(tmp_path: Path) -> None:
     """Stopped by the clock, tested as it is, and continued by a call without a limit; the record of both is one run."""
     recipe, label = find_recipe("count3").tiny(), "prefix decoder medium"
@@ -153,6 +165,7 @@ def test_an_arm_may_be_given_minutes(tmp_path: Path) -> None:
     assert re.fullmatch(r"\d+ of 100000 steps", short["status"])
     assert 1.2 <= short["seconds"] < 60
     assert short["fresh"]["n"] == recipe.fresh
+    assert short["runs"][0]["settings"]["train"]["max_seconds"] == 1.2  # what it was trained with, not what the recipe says
     again = reproduce(long, tmp_path, device="cpu", record=path, minutes=0.02)["arms"][label]
     assert again["steps"] == short["steps"]
     further = reproduce(long, tmp_path, device="cpu", record=path, minutes=short["seconds"] / 60 + 0.02)["arms"][label]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -96,9 +97,13 @@ def test_a_signal_to_the_parent_or_to_all_stops_all(
         text=True,
         start_new_session=True,
     )
-    assert see(tmp_path / "0.begun")
-    assert see(tmp_path / "1.begun")
-    send(parent.pid, how)
-    said, _ = parent.communicate(timeout=LIMIT)
+    try:
+        assert see(tmp_path / "0.begun")
+        assert see(tmp_path / "1.begun")
+        send(parent.pid, how)
+        said, _ = parent.communicate(timeout=LIMIT)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # nobody is left, unless the test fails
+            os.killpg(parent.pid, signal.SIGKILL)
     assert said in (f"[(0, {how.value})]\n", f"[(1, {how.value})]\n")
     assert sorted(file.name for file in tmp_path.glob("?.*")) == ["0.begun", "0.saved", "1.begun", "1.saved"]

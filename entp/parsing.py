@@ -53,5 +53,8 @@ def _one_sentence(box: str, program: str) -> str:
     text = text.partition("For full helptext")[0]
     text = re.sub(r"^Error parsing \S+: ", "", text)
     text = re.sub(r" Argument helptext:", " Expected", text).strip()
+    text = re.sub(r"^no type matching .*?(?=invalid literal|could not convert)", "", text).replace("{None}|", "")
+    text = re.sub(r"^invalid literal for int\(\) with base 10: (.*?) Expected", r"\1 is not a whole number. Expected", text)
+    text = re.sub(r"^could not convert string to float: (.*?) Expected", r"\1 is not a number. Expected", text)
     text = text.rstrip(".")
     return f"{text}{'' if text.endswith('?') else '.'} See {program} --help."

@@ -108,7 +108,9 @@ def test_train_offers_the_promised_flags(capsys: pytest.CaptureFixture[str]) -> 
         ("train count3 --size huge", "'huge' .* Expected one of .*'medium'"),
         ("train count3 --sise small", "Unrecognized options: --sise"),
         ("train count3 --optim.foo 1", r"Unrecognized options: --optim\.foo"),
-        ("train count3 --steps many", "'many'"),
+        ("train count3 --steps many", "entp: 'many' is not a whole number. Expected --steps INT Optimizer steps"),
+        ("reproduce count3 --tiny --seed one", "entp: 'one' is not a whole number. Expected --seed INT Train with"),
+        ("reproduce count3 --tiny --minutes ten", "entp: 'ten' is not a number. Expected --minutes FLOAT Most"),
         ("train count3 --steps 0", "steps is 0"),
         (
             "train count3 --optim.min-lr 6e-4 --optim.max-lr 6e-5",

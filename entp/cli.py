@@ -152,7 +152,10 @@ def reproduce_command(args: list[str]) -> int:
         record=options.record,
         minutes=options.minutes,
     )
-    print(f"\n{results_table(results, recipe.metrics)}\n\nresults and picture: {options.out / recipe.name}")
+    where = f"{options.out / recipe.name}{f' and {options.record}' if options.record else ''}"
+    print(f"\n{results_table(results, recipe.metrics)}\n\nresults and picture: {where}")
+    if results["stopped_by"]:
+        print("stopped: run the same command again to go on")
     if options.tiny:
         print("tiny runs show that everything works; they say nothing about the paper's claim")
     return 128 + results["stopped_by"] if results["stopped_by"] else 0

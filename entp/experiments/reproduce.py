@@ -62,7 +62,7 @@ def reproduce(
     kept = read_results(recipe, record) if record is not None else {}
     for label in only:
         if label not in recipe.runs:
-            raise one_of("arm", label, recipe.runs)
+            raise one_of(f"arm of {recipe.name}", label, recipe.runs)
     if not recipe.arms(only, seed):
         raise one_of("seed", str(seed), sorted({str(run.seed) for _, run in recipe.arms(only)}))
     if jobs < 1:
@@ -82,6 +82,8 @@ def reproduce(
     how = How(runs, device, jobs, minutes)
     for signal_caught in _side_by_side(recipe, arms, how) if jobs > 1 else _one_by_one(recipe, arms, how):
         stopped, results = signal_caught, _write(recipe, runs, record, places)  # what is done is not lost with what is not
+    if stopped:
+        results = _write(recipe, runs, record, places)  # those beside it have saved since
     for picture in places.values():
         draw(recipe, results, picture)
     return {**results, "stopped_by": stopped}

@@ -148,7 +148,7 @@ def _row(recipe: Recipe, label: str, arm: dict[str, Any], told: set[str], alone:
     for metric in recipe.metrics:
         paper = arm["paper"].get(metric)
         row += [f"{paper['value']:.4g}" if paper else ""] if metric in told else []
-        row.append(f"{arm['ours'][metric]:{'#.3g' if metric == 'loss' else '.4f'}}")
+        row.append(_exact(arm["ours"][metric], "#.3g" if metric == "loss" else ".4f"))
     fresh = arm["fresh"] or {}
     share, inside = fresh.get("sequence_accuracy"), fresh.get("sequence_accuracy_interval")
     row.append(f"{share:.4f} ({inside[0]:.4f} to {inside[1]:.4f}), n = {fresh['n']:,}" if inside else "")
@@ -156,6 +156,11 @@ def _row(recipe: Recipe, label: str, arm: dict[str, Any], told: set[str], alone:
         own = fresh.get("generated")
         row.append(f"{own['right']} of {own['n']} ({own['interval'][0]:.4f} to {own['interval'][1]:.4f})" if own else "")
     return row
+
+
+def _exact(value: float, form: str) -> str:
+    """0 and 1 without decimals where they are exact, so that 0.00 and 1.0000 are rounded ones."""
+    return f"{value:.0f}" if value in (0, 1) else f"{value:{form}}"
 
 
 def _where(ran: dict[str, Any]) -> str:

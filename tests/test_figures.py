@@ -93,7 +93,8 @@ def test_curves_are_those_of_every_seed_beside_the_authors_and_the_papers_values
             assert points in [(x, y) for _, x, y in lines]
         flat = [y[0] for _, x, y in lines if x == [0, 1]]  # over the whole width: the paper's values of arms that ran
         assert flat == [arm["paper"][metric]["value"] for arm in ran.values() if metric in arm["paper"]]
-        assert panel.get_xlabel() == "optimizer steps (thousands)"
+        assert panel.get_xlabel() == "optimizer steps (thousands), of 64 to 512 sequences"
+        assert panel.get_yscale() == ("log" if metric == "loss" else "linear")
         low, high = panel.get_ylim()
         assert all(low < value < high for _, _, y in lines for value in y)
         assert metric == "loss" or (low < 0 and 1 < high < 1.1)
@@ -148,10 +149,12 @@ def test_depths_are_drawn_by_length_and_layers(figures: list[Any], tmp_path: Pat
             want = {n: arm["fresh"][metric] for n, arm in mine.items() if arm}
             assert dict(zip(line.get_xdata(), line.get_ydata(), strict=True)) == want
             assert list(line.get_xdata()) == sorted(want)
-        for mode, channel in (("ENTP", 1), ("decoder", 0)):  # greens, oranges
+        for mode, channel in (("ENTP", 2), ("decoder", 0)):  # blues, oranges
             colours = [line.get_color()[:3] for line in panel.get_lines() if line.get_label().startswith(mode)]
             assert all(max(colour) == colour[channel] for colour in colours)
             assert all(sum(deeper) < sum(colour) for colour, deeper in pairwise(colours))  # deeper is darker
+            markers = [line.get_marker() for line in panel.get_lines() if line.get_label().startswith(mode)]
+            assert len({*markers}) == len(markers)
     inside, learning = below.axes[: len(lengths)], below.axes[len(lengths) :]
     for n, first, second in zip(lengths, inside, learning, strict=True):
         runs = [arm["runs"][0] for (_, _, integers), arm in arms.items() if integers == f"{n} integers"]
@@ -171,7 +174,7 @@ def test_the_summary_is_two_by_two_and_counts_sequences_in_millions(figures: lis
         "ENTP medium, fast": "ENTP, here",
         "decoder medium, as many steps": "decoder, ENTP's settings",
         "decoder medium, as many sequences": "decoder, settings of its own",
-        "decoder medium, fast": "decoder, settings for longer",
+        "decoder medium, fast": "decoder, for longer (32 million)",
         "decoder, 3 layers, 64 integers": "",
     }
     for name in ("count3", "count3-depth", "engine_speed"):

@@ -103,7 +103,12 @@ def test_a_row_holds_what_its_arm_measured(tmp_path: Path) -> None:
     row = next(line for line in text.splitlines() if line.startswith("| ENTP medium |")).strip("| ").split(" | ")
     arm = found["arms"]["ENTP medium"]
     assert row[1:3] == ["1", "60"]
-    assert row[4:6] == ["0.991", f"{arm['ours']['sequence_accuracy']:.4f}"]
+    assert row[4] == "0.991"
+    assert float(row[5]) == pytest.approx(arm["ours"]["sequence_accuracy"], abs=5e-5)
+    for value, cell in ((0.0, "0"), (1.0, "1"), (0.99999, "1.0000"), (0.00001, "0.0000"), (0.25, "0.2500")):  # exact or rounded
+        arm["ours"]["sequence_accuracy"] = value
+        (tmp_path / "results" / "count3.json").write_text(json.dumps({**found, "recipe": "count3"}))
+        assert f" | 0.991 | {cell} | " in page(tmp_path / "results", tmp_path / "page.md")
     assert row[-2].endswith("n = 64")
     assert row[-1].startswith(f"{arm['fresh']['generated']['right']} of 32 ")
     idle = text.partition("Not run: ")[2].splitlines()[0]

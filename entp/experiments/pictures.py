@@ -8,6 +8,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from entp.config_json import run_from_json
 from entp.figures import save_figure
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ def new_figure(width: float, height: float) -> Any:
 
 COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "k", "C8", "C9", "navy", "gold")
 """Of arms: C7 is grey, which is the authors'."""
-DASHES = ("-", "--", "-.", ":")
-"""Tell the authors' curves apart, all of them grey."""
+DASHES = ("-", "--", "-.", (0, (4, 1, 1, 1, 1, 1)))
+"""Tell the authors' curves apart, all of them grey; dotted is the paper's value."""
 
 
 def draw_curves(recipe: Recipe, results: dict[str, Any], path: Path) -> None:
@@ -43,15 +44,21 @@ def draw_curves(recipe: Recipe, results: dict[str, Any], path: Path) -> None:
             panel.plot(steps, values, color="0.6", linestyle=dashes, linewidth=1.6, zorder=0, label=f"authors: {label}")
         for number, (label, arm) in enumerate((k, v) for k, v in results["arms"].items() if k in recipe.runs):
             _draw_arm(panel, arm, metric, COLOURS[number % len(COLOURS)], label)
-        panel.set(xlabel="optimizer steps (thousands)", ylabel=f"validation {metric.replace('_', ' ')}")
-        if metric != "loss":
-            panel.set_ylim(-0.03, 1.03)
+        panel.set(xlabel=f"optimizer steps (thousands){_sizes(results)}", ylabel=f"validation {metric.replace('_', ' ')}")
+        panel.set(**{"yscale": "log"} if metric == "loss" else {"ylim": (-0.03, 1.03)})
     handles, labels = panels[0].get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=7)
     dotted = any(m in arm.get("paper", {}) for arm in results["arms"].values() if arm.get("runs") for m in metrics)
     figure.suptitle(results["title"] + (" (dotted: the paper's value)" if dotted else ""), fontsize=10)
     save_figure(figure, path)
+
+
+def _sizes(results: dict[str, Any]) -> str:
+    """A word on steps that read different numbers of sequences, and so do not compare."""
+    runs = [run_from_json(run["settings"], "a recorded run") for arm in results["arms"].values() for run in arm.get("runs", [])]
+    sizes = {run.batch_at(step) for run in runs for step in (0, run.steps)}
+    return f", of {min(sizes)} to {max(sizes)} sequences" if len(sizes) > 1 else ""
 
 
 def _draw_arm(panel: Any, arm: dict[str, Any], metric: str, colour: str, label: str) -> None:
@@ -88,6 +95,7 @@ def draw_depth(results: dict[str, Any], path: Path) -> None:
         learning[number].plot([r["step"] / 1000 for r in run["curve"]], [r["loss"] for r in run["curve"]], **style)
     for length, first, second in zip(lengths, inside, learning, strict=True):
         first.set(title=f"{length} integers", xlabel="integers read", ylim=(-0.03, 1.03))
+        first.locator_params("x", integer=True)
         second.set(xlabel="optimizer steps (thousands)", ylim=(0, None))
     inside[0].set_ylabel("share of right answers")
     learning[0].set_ylabel("validation loss")
@@ -114,8 +122,8 @@ def _points(results: dict[str, Any]) -> list[tuple[tuple[str, int, int], dict[st
 
 
 def _style(mode: str, layers: int) -> dict[str, Any]:
-    """Greens for ENTP, oranges for decoders, darker for deeper."""
+    """Blues for ENTP, oranges for decoders, darker for deeper, and a marker for each depth."""
     from matplotlib import colormaps
 
-    deep = {1: 0.35, 2: 0.5, 3: 0.65, 6: 0.8, 12: 1.0}.get(layers, 0.6)
-    return {"color": colormaps["Greens" if mode == "ENTP" else "Oranges"](deep), "marker": "o" if mode == "ENTP" else "s"}
+    deep, marker = {1: (0.35, "v"), 2: (0.5, "s"), 3: (0.65, "o"), 6: (0.8, "^"), 12: (1.0, "D")}.get(layers, (0.6, "x"))
+    return {"color": colormaps["Blues" if mode == "ENTP" else "Oranges"](deep), "marker": marker}

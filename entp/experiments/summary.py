@@ -18,10 +18,10 @@ from entp.figures import save_figure
 from entp.record_shapes import read_sections
 
 Draw = Callable[[Any], None]
-COLOURS = {"entp": "C2", "decoder": "C1", "prefix": "C0"}
+COLOURS = {"entp": "C0", "decoder": "C1", "prefix": "C4"}
 SIDES = {
     "entp reference": ("the paper's loop", "0.6"),
-    "entp triton": ("ENTP, here", "C2"),
+    "entp triton": ("ENTP, here (times faster)", "C0"),
     "decoder-triton": ("decoder, here", "C1"),
 }
 NAMES = {"entp": "ENTP", "decoder": "decoder", "prefix": "prefix decoder"}
@@ -69,7 +69,7 @@ def _alone(count3: dict[str, Any]) -> list[tuple[str, str, list[dict[str, Any]]]
         "ENTP medium, fast": ("entp", "ENTP, here"),
         "decoder medium, as many steps": ("decoder", "decoder, ENTP's settings"),
         "decoder medium, as many sequences": ("decoder", "decoder, settings of its own"),
-        "decoder medium, fast": ("decoder", "decoder, settings for longer"),
+        "decoder medium, fast": ("decoder", "decoder, for longer"),
     }
     return [(mode, name, count3["arms"].get(label, {}).get("runs", [])) for label, (mode, name) in arms.items()]
 
@@ -109,12 +109,14 @@ def _learning(panel: Any, count3: dict[str, Any], loop: float | None) -> None:
 
 def _reading(panel: Any, count3: dict[str, Any]) -> None:
     """Sequences right against sequences read, as far as the authors' ENTP went, which read 64 a step."""
+    points = [(step * 64 / 1e6, right) for step, right in COUNT3["ENTP medium"]["sequence_accuracy"]]
     for (mode, name, runs), dashes in zip(_alone(count3), ("-", "-", "--", ":"), strict=True):
         style = {"color": COLOURS[mode], "linestyle": dashes}
+        if runs and (last := max(read_by(run)[-1] for run in runs) / 1e6) > points[-1][0]:
+            name += f" ({last:.0f} million)"
         for number, run in enumerate(runs):
             right = [point["sequence_accuracy"] for point in run["curve"]]
             panel.plot([read / 1e6 for read in read_by(run)], right, label=None if number else name, **style)
-    points = [(step * 64 / 1e6, right) for step, right in COUNT3["ENTP medium"]["sequence_accuracy"]]
     panel.plot(*zip(*points, strict=True), color="0.6", linewidth=2, zorder=0, label="ENTP, the authors' run")
     panel.set(xlim=(0, points[-1][0]), ylim=(-0.03, 1.03), title="the same by sequences read, without a decoder first")
     panel.set(xlabel="sequences read (millions)", ylabel="validation sequences right (share)")
@@ -124,7 +126,8 @@ def _reading(panel: Any, count3: dict[str, Any]) -> None:
 def _depths(panel: Any, depth: dict[str, Any]) -> None:
     for label, lengths, right, style in depth_lines(depth, "sequence_accuracy"):
         panel.plot(lengths, right, label=label, **style)
-    panel.set(ylim=(-0.03, 1.03), title="Count3 after one minute each, width 192")
+    lengths = sorted({length for _, where, *_ in depth_lines(depth, "sequence_accuracy") for length in where})
+    panel.set(ylim=(-0.03, 1.03), title="Count3 after one minute each, width 192", xticks=lengths)
     panel.set(xlabel="integers in a sequence", ylabel="fresh sequences right (share)")
     panel.legend(fontsize=6)
 
@@ -147,4 +150,5 @@ def _speeds(panel: Any, speed: dict[str, Any]) -> None:
         panel.annotate(f"{row['ratio']:.0f}x", (n, row["median"] * 1e3), ha="center", va="bottom", fontsize=8)
     panel.set(yscale="log", ylabel="ms", title=f"a training step, {speed['environment']['device']}", xticks=range(len(shapes)))
     panel.set_xticklabels(list(shapes))
+    panel.set_ylim(top=3 * panel.get_ylim()[1])  # room for the legend
     panel.legend(fontsize=7)

@@ -59,8 +59,8 @@ def _section(recipe: Recipe, path: Path, beside: Path) -> str:
     ran = {label: arm for label, arm in arms.items() if arm.get("runs")}
     idle = {label: arm for label, arm in arms.items() if not arm.get("runs")}
     lines = [f"\n## {recipe.name}\n", f"{recipe.title}. {recipe.question}\n", f"    entp reproduce {recipe.name}\n"]
-    lines += [*(_grid(ran) or _table(recipe, ran)), *_seen(ran)]
-    lines += [f"\n{_where(ran)}"]
+    if ran:
+        lines += [*(_grid(ran) or _table(recipe, ran)), *_seen(ran), f"\n{_where(ran)}"]
     if idle:
         names = [f"{label} ({arm['why']})" if "why" in arm else label for label, arm in idle.items()]
         lines.append(f"\nNot run: {'; '.join(names)}.")
@@ -168,7 +168,7 @@ def _where(ran: dict[str, Any]) -> str:
     places = [run["environment"] for arm in ran.values() for run in arm["runs"]]
 
     def each(key: str, length: int | None = None) -> str:
-        return ", ".join(sorted({str(place[key])[:length] for place in places}))
+        return ", ".join(sorted({(place[key] or "unknown")[:length] for place in places}))
 
     shared: dict[int, list[str]] = {}
     for label, arm in ran.items():

@@ -17,7 +17,7 @@ from entp.experiments import RECIPES
 from entp.experiments.paper_curves import COUNT3
 from entp.experiments.pictures import depth_lines, draw_depth, new_figure
 from entp.experiments.recipe import find_recipe
-from entp.experiments.records import read_results
+from entp.experiments.records import collect, read_results
 from entp.experiments.summary import SIDES, _learning, _speeds, _step, draw_summary
 from entp.report import page
 
@@ -117,10 +117,16 @@ def test_a_row_holds_what_its_arm_measured(tmp_path: Path) -> None:
     assert "ENTP medium;" not in idle
     assert row[-3] == f"{arm['ours']['loss']:#.3g}"
     assert "`entp reproduce match3`" in text.partition("Not recorded yet:")[2]
+    place = arm["runs"][0]["environment"]
+    told = f"torch {place['torch']}; commits {(place['commit'] or 'unknown')[:7]}; {place['date'][:10]}."
+    assert f"\nOn {place['device']}; {told}\n" in text
     assert "at a time" not in text
+    place["commit"] = None  # a copy of the source that is no checkout
     arm["runs"][0]["final"]["trained_side_by_side"] = 4
     (tmp_path / "results" / "count3.json").write_text(json.dumps({**found, "recipe": "count3"}))
-    assert ", 4 runs at a time; torch" in page(tmp_path / "results", tmp_path / "page.md")
+    text = page(tmp_path / "results", tmp_path / "page.md")
+    assert ", 4 runs at a time; torch" in text
+    assert "; commits unknown; " in text
     other = json.loads(json.dumps(arm))
     other["runs"][0]["final"]["trained_side_by_side"] = 1
     found["arms"]["prefix decoder medium"] = other  # not all arms shared the device: those that did are named
@@ -135,6 +141,14 @@ def test_a_row_holds_what_its_arm_measured(tmp_path: Path) -> None:
     told = next(line for line in text.splitlines() if line.startswith("ENTP medium, fresh sequences right: seed 0 "))
     assert "; seed 1 0.2900 (0.2101 to 0.3854), " in told
     assert told.endswith(" of 32 alone after 10000 s.")
+
+
+def test_a_record_in_which_nothing_ran_yet_says_only_that(tmp_path: Path) -> None:
+    """As `entp reproduce --record` writes it before the first arm."""
+    recipe = find_recipe("match3")
+    (tmp_path / "match3.json").write_text(json.dumps(collect(recipe, tmp_path / "runs")))
+    section = page(tmp_path, tmp_path / "page.md").partition("## match3")[2].partition("\nNot recorded yet")[0]
+    assert section.endswith(f"    entp reproduce match3\n\n\nNot run: {'; '.join(recipe.runs)}.\n")
 
 
 @pytest.mark.parametrize(

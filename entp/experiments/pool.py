@@ -25,7 +25,7 @@ def side_by_side(
     """work(*task) for all tasks, `jobs` at a time: the number of each that is done, and the signal that stopped it, if one did.
 
     SIGTERM and SIGINT are passed on to those at work, which save what they have; nothing else is begun then. A second SIGINT
-    interrupts at once.
+    ends them at once.
     """
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_wait_quietly)
     caught: list[int] = []
@@ -37,6 +37,8 @@ def side_by_side(
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT and number in caught:
+            for process in active_children():
+                process.kill()
             raise KeyboardInterrupt
         caught.append(number)
         _terminate_all()

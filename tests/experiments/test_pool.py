@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,10 +21,12 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from entp.experiments.pool import side_by_side
-from test_pool import until_stopped
+import test_pool
 
 if __name__ == "__main__":
-    print([*side_by_side(2, until_stopped, [(Path(sys.argv[1]), n) for n in range(6)])])
+    work = getattr(test_pool, sys.argv[1])
+    print([*side_by_side(2, work, [(Path(), n) for n in range(6)])])
+    print(sorted(path.name for path in Path().glob("*.saved")))
 """
 
 
@@ -57,10 +59,51 @@ def until_stopped(folder: Path, number: int) -> int | None:
     (folder / f"{number}.begun").touch()
     while not caught:
         time.sleep(0.01)
+    time.sleep(0.1)  # that takes a moment
     (folder / f"{number}.saved").touch()
     for s, handler in handlers.items():
         signal.signal(s, handler)
     return caught[-1]
+
+
+def late(folder: Path, number: int) -> int | None:
+    """The second does not listen before the first has saved, as one that is still loading its data."""
+    (folder / f"{number}.begun").touch()
+    if number == 1:
+        see(folder / "0.saved")
+        time.sleep(0.3)
+    return until_stopped(folder, number)
+
+
+def deaf(folder: Path, number: int) -> int | None:
+    """Does not stop, whatever it is told."""
+    for s in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(s, lambda *_: (folder / f"{number}.told").touch())
+    (folder / f"{number}.begun").touch()
+    while True:
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def two_at_work(folder: Path, work: str) -> Iterator[subprocess.Popen[str]]:
+    """The parent of two that are at work on six tasks, in a group of its own, of which nobody is left behind."""
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    (folder / "script.py").write_text(SCRIPT)
+    parent = subprocess.Popen(
+        [sys.executable, "script.py", work],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert see(folder / "0.begun")
+        assert see(folder / "1.begun")
+        yield parent
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # nobody is left, unless the test fails
+            os.killpg(parent.pid, signal.SIGKILL)
 
 
 def test_as_many_at_once_as_asked_and_signals_are_then_handled_as_before(tmp_path: Path) -> None:
@@ -87,23 +130,47 @@ def test_a_signal_to_the_parent_or_to_all_stops_all(
     how: signal.Signals, send: Callable[[int, int], None], tmp_path: Path
 ) -> None:
     """Ctrl-C reaches the parent and those at work: both save, the others of six are not begun, the parent names its signal."""
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    (tmp_path / "script.py").write_text(SCRIPT)
-    parent = subprocess.Popen(
-        [sys.executable, "script.py", "."],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        assert see(tmp_path / "0.begun")
-        assert see(tmp_path / "1.begun")
+    with two_at_work(tmp_path, "until_stopped") as parent:
         send(parent.pid, how)
         said, _ = parent.communicate(timeout=LIMIT)
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # nobody is left, unless the test fails
-            os.killpg(parent.pid, signal.SIGKILL)
-    assert said in (f"[(0, {how.value})]\n", f"[(1, {how.value})]\n")
+    first, saved = said.splitlines()
+    assert first in (f"[(0, {how.value})]", f"[(1, {how.value})]")
+    assert saved == "['0.saved', '1.saved']"  # before the parent goes on, which records what was saved
     assert sorted(file.name for file in tmp_path.glob("?.*")) == ["0.begun", "0.saved", "1.begun", "1.saved"]
+
+
+def test_one_that_does_not_listen_yet_is_told_again(tmp_path: Path) -> None:
+    with two_at_work(tmp_path, "late") as parent:
+        parent.terminate()
+        said, _ = parent.communicate(timeout=LIMIT)
+    assert said == "[(0, 15)]\n['0.saved', '1.saved']\n"
+
+
+def gone(group: int) -> bool:
+    """Wait until a group has no process."""
+    end = time.monotonic() + LIMIT
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < end:
+            os.killpg(group, 0)
+            time.sleep(0.01)
+        return False
+    return True
+
+
+def test_those_whose_parent_was_killed_save_and_end(tmp_path: Path) -> None:
+    with two_at_work(tmp_path, "until_stopped") as parent:
+        parent.kill()
+        parent.wait()
+        assert gone(parent.pid)
+    assert sorted(file.name for file in tmp_path.glob("?.*")) == ["0.begun", "0.saved", "1.begun", "1.saved"]
+
+
+def test_a_second_interrupt_ends_also_those_that_do_not_stop(tmp_path: Path) -> None:
+    with two_at_work(tmp_path, "deaf") as parent:
+        parent.send_signal(signal.SIGINT)
+        assert see(tmp_path / "0.told")
+        assert see(tmp_path / "1.told")
+        assert parent.poll() is None
+        parent.send_signal(signal.SIGINT)
+        parent.communicate(timeout=LIMIT)
+        assert gone(parent.pid)

@@ -83,8 +83,9 @@ class StopSignals:
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if self.caught is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.caught = number
-        os.write(2, b"\nstopping after this step; interrupt again to stop at once\n")
+        first, self.caught = self.caught is None, number
+        if first:
+            os.write(2, b"\nstopping after this step; interrupt again to stop at once\n")
 
     def name(self) -> str:
         return signal.Signals(self.caught).name if self.caught else "another process"

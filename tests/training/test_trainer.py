@@ -202,12 +202,13 @@ def test_a_run_that_is_told_to_stop_writes_what_it_has_and_measures_nothing_more
     assert checkpoint.read_trainer(checkpoint.find(tmp_path / "run", "last"))["seconds"] == result.seconds > 0
 
 
-def test_a_second_interrupt_does_not_wait_for_the_step() -> None:
+def test_a_second_interrupt_does_not_wait_for_the_step(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT)
     with StopSignals() as signals:
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
         assert signals.caught == signal.SIGTERM
+        assert capfd.readouterr().err.count("interrupt again to stop at once") == 1
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from entp.bench import picture
 from entp.cli import main
+from entp.config import model_for
 from entp.config_json import run_from_json
 from entp.demo import Side, demo_run
 from entp.demo import draw as draw_demo
@@ -91,8 +92,10 @@ def test_curves_are_those_of_every_seed_beside_the_authors_and_the_papers_values
         for run in (run for arm in ran.values() for run in arm["runs"]):
             points = [row["step"] / 1000 for row in run["curve"]], [row[metric] for row in run["curve"]]
             assert points in [(x, y) for _, x, y in lines]
-        flat = [y[0] for _, x, y in lines if x == [0, 1]]  # over the whole width: the paper's values of arms that ran
-        assert flat == [arm["paper"][metric]["value"] for arm in ran.values() if metric in arm["paper"]]
+        across = [line for line in panel.get_lines() if list(line.get_xdata()) == [0, 1]]  # the paper's values of arms that ran
+        assert {line.get_linestyle() for line in across} <= {":"}
+        told = [arm["paper"][metric]["value"] for arm in ran.values() if metric in arm["paper"]]
+        assert [line.get_ydata()[0] for line in across] == told
         assert panel.get_xlabel() == "optimizer steps (thousands), of 64 to 512 sequences"
         assert panel.get_yscale() == ("log" if metric == "loss" else "linear")
         low, high = panel.get_ylim()
@@ -101,9 +104,25 @@ def test_curves_are_those_of_every_seed_beside_the_authors_and_the_papers_values
     colours = {line.get_label(): line.get_color() for line in drawn["validation loss"].get_lines()}
     assert {colour for label, colour in colours.items() if label.startswith("authors: ")} == {"0.6"}
     assert len({colours[label] for label in ran}) == len(ran)
+    grey = [line for line in drawn["validation loss"].get_lines() if line.get_label().startswith("authors: ")]
+    assert {"-", "--", "-."} <= {line.get_linestyle() for line in grey}
     assert figures[0].get_suptitle().endswith(" (dotted: the paper's value)")
     names = [text.get_text() for text in figures[0].legends[0].get_texts()]
     assert names == [*(f"authors: {label}" for label in recipe.curves), *(label for label in recipe.runs if label in ran)]
+
+
+@pytest.mark.parametrize(
+    ("label", "sizes"),
+    [
+        ("decoder medium", ""),
+        ("ENTP medium, fast", ", of 64 to 256 sequences"),
+        ("ENTP medium, decoder first", ", of 256 to 512 sequences"),
+    ],
+)
+def test_steps_of_unequal_batches_say_so(label: str, sizes: str, figures: list[Any], tmp_path: Path) -> None:
+    found = read("count3")
+    draw_curves(find_recipe("count3"), {**found, "arms": {label: found["arms"][label]}}, tmp_path / "a.png")
+    assert {panel.get_xlabel() for panel in figures[0].axes} == {f"optimizer steps (thousands){sizes}"}
 
 
 def test_before_anything_ran_there_is_no_legend_no_value_of_the_paper_and_no_picture_by_depth(
@@ -135,6 +154,10 @@ def test_without_matplotlib_a_report_is_its_page(
 def test_depths_are_drawn_by_length_and_layers(figures: list[Any], tmp_path: Path) -> None:
     found = read("count3-depth")
     del found["arms"]["decoder, 3 layers, 24 integers"]["runs"][0]["final"]["by_length"]  # another loss has none
+    for label, arm in found["arms"].items():
+        if label.endswith(", 16 integers"):
+            right = arm["runs"][0]["final"]["by_length"]
+            arm["runs"][0]["final"]["by_length"] = {n: right[n] for n in ("14", "15")}
     draw_depth(found, tmp_path / "a.png")
     above, below = figures[0].subfigs
     arms = {tuple(label.split(", ")): arm for label, arm in found["arms"].items() if arm.get("fresh")}
@@ -142,6 +165,8 @@ def test_depths_are_drawn_by_length_and_layers(figures: list[Any], tmp_path: Pat
     for panel, metric in zip(above.axes, ("token_accuracy", "sequence_accuracy"), strict=True):
         assert panel.get_xlabel() == "integers in a sequence"
         assert panel.get_ylabel() == f"{metric.replace('_', ' ')} on fresh sequences"
+        assert list(panel.get_xticks()) == lengths
+        assert panel.get_ylim() == (-0.03, 1.03)
         for line in panel.get_lines():
             mode, layers = line.get_label().split(", ")
             assert layers.endswith("layer" if layers.startswith("1 ") else "layers")
@@ -165,23 +190,30 @@ def test_depths_are_drawn_by_length_and_layers(figures: list[Any], tmp_path: Pat
             assert dict(zip(by_length.get_xdata(), by_length.get_ydata(), strict=True)) == right
             assert list(loss.get_xdata()) == [point["step"] / 1000 for point in run["curve"]]
             assert list(loss.get_ydata()) == [point["loss"] for point in run["curve"]]
+        assert {line.get_marker() for line in (*first.get_lines(), *second.get_lines())} == {"None"}  # too many points
+        assert all(tick == round(tick) for tick in first.get_xticks())  # there is no half an integer
+        assert first.get_ylim() == (-0.03, 1.03)
+        assert second.get_ylim() == learning[0].get_ylim()
+    assert learning[0].get_ylim()[0] == 0
     assert (inside[0].get_ylabel(), learning[0].get_ylabel()) == ("share of right answers", "validation loss")
+    names = [text.get_text() for text in above.axes[-1].get_legend().get_texts()]
+    assert names == [line.get_label() for line in above.axes[0].get_lines()]
+    assert figures[0].get_suptitle() == found["title"]
 
 
 def test_the_summary_is_two_by_two_and_counts_sequences_in_millions(figures: list[Any], tmp_path: Path) -> None:
-    """Of the recorded files only some arms, and one run of each."""
+    """Of the recorded files only some arms."""
     labels = {
         "ENTP medium, fast": "ENTP, here",
         "decoder medium, as many steps": "decoder, ENTP's settings",
         "decoder medium, as many sequences": "decoder, settings of its own",
-        "decoder medium, fast": "decoder, for longer (32 million)",
+        "decoder medium, fast": "decoder, for longer (33 million)",  # two seeds: 32.46 and 32.65
         "decoder, 3 layers, 64 integers": "",
     }
     for name in ("count3", "count3-depth", "engine_speed"):
         found = read(name)
         if "arms" in found:
-            arms = {label: arm for label, arm in found["arms"].items() if label in labels and arm.get("runs")}
-            found["arms"] = {label: {**arm, "runs": arm["runs"][:1]} for label, arm in arms.items()}
+            found["arms"] = {label: arm for label, arm in found["arms"].items() if label in labels}
         (tmp_path / f"{name}.json").write_text(json.dumps(found))
     assert draw_summary(tmp_path, tmp_path / "a.png")
     _, reading, depths, _ = figures[0].axes
@@ -190,15 +222,47 @@ def test_the_summary_is_two_by_two_and_counts_sequences_in_millions(figures: lis
     assert authors.get_xdata()[-1] == 150_000 * 64 / 1e6  # batches of 64
     assert reading.get_xlim() == (0, authors.get_xdata()[-1])
     assert reading.get_xlabel() == "sequences read (millions)"
+    assert "without a decoder first" in reading.get_title()
     (depth,) = depths.get_lines()
     fresh = read("count3-depth")["arms"]["decoder, 3 layers, 64 integers"]["fresh"]
     assert (list(depth.get_xdata()), list(depth.get_ydata())) == ([64], [fresh["sequence_accuracy"]])
     arms = read("count3")["arms"]
-    ran = {name: arms[label]["runs"][0] for label, name in labels.items() if arms.get(label, {}).get("runs")}
-    assert [line.get_label() for line in ours] == list(ran)
-    for line, run in zip(ours, ran.values(), strict=True):
+    ran = {name: arms[label]["runs"] for label, name in labels.items() if name}
+    names = [text.get_text() for text in reading.get_legend().get_texts()]
+    assert names == [*ran, "ENTP, the authors' run"]  # once for all seeds
+    lines = iter(ours)
+    styles = [{(line.get_color(), line.get_linestyle()) for line in islice(lines, len(runs))} for runs in ran.values()]
+    assert len(set.union(*styles)) == len(styles)
+    assert not any(run["settings"].get("start", {}).get("steps") for runs in ran.values() for run in runs)
+    for line, run in zip(ours, (run for runs in ran.values() for run in runs), strict=True):
         assert list(line.get_ydata()) == [point["sequence_accuracy"] for point in run["curve"]]
         assert line.get_xdata()[-1] == run_from_json(run["settings"], "").sequences_by(run["curve"][-1]["step"]) / 1e6
+
+
+def test_titles_of_the_summary_are_true_of_what_is_shown(figures: list[Any], tmp_path: Path) -> None:
+    """And three panels are one row: here nothing was read without a decoder first."""
+    kept = {"count3": "ENTP medium, decoder first", "count3-depth": "decoder, 3 layers, 64 integers"}
+    found = {name: read(name) for name in (*kept, "engine_speed")}
+    for name, data in found.items():
+        data |= {"arms": {kept[name]: data["arms"][kept[name]]}} if name in kept else {}
+        (tmp_path / f"{name}.json").write_text(json.dumps(data))
+    assert draw_summary(tmp_path, tmp_path / "a.png")
+    learning, depths, speeds = figures[0].axes
+    assert {panel.get_subplotspec().get_geometry()[:2] for panel in figures[0].axes} == {(1, 3)}
+    slow, short = (run_from_json(found[name]["arms"][label]["runs"][0]["settings"], "") for name, label in kept.items())
+    assert (slow.model, slow.task.length) == (model_for(slow.task, "medium"), 64)  # type: ignore[attr-defined]
+    assert "(64 integers, medium)" in learning.get_title()
+    assert (short.model.width, short.train.max_seconds) == (192, 60)
+    assert "one minute each, width 192" in depths.get_title()
+    assert found["engine_speed"]["step"]["environment"]["device"] in speeds.get_title()
+    device = found["count3"]["arms"][kept["count3"]]["runs"][0]["environment"]["device"]
+    assert (learning.get_xlabel(), learning.get_xscale()) == (f"minutes of training on one {device}", "log")
+    assert (depths.get_xlabel(), list(depths.get_xticks())) == ("integers in a sequence", [64])
+    assert (learning.get_ylabel(), depths.get_ylabel()) == (
+        "validation sequences right (share)",
+        "fresh sequences right (share)",
+    )
+    assert all(panel.get_legend() for panel in figures[0].axes)
 
 
 def test_shapes_that_some_side_did_not_run_are_left_out(figures: list[Any], tmp_path: Path) -> None:

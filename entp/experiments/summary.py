@@ -124,10 +124,11 @@ def _reading(panel: Any, count3: dict[str, Any]) -> None:
 
 
 def _depths(panel: Any, depth: dict[str, Any]) -> None:
-    for label, lengths, right, style in depth_lines(depth, "sequence_accuracy"):
+    lines = depth_lines(depth, "sequence_accuracy")
+    for label, lengths, right, style in lines:
         panel.plot(lengths, right, label=label, **style)
-    lengths = sorted({length for _, where, *_ in depth_lines(depth, "sequence_accuracy") for length in where})
-    panel.set(ylim=(-0.03, 1.03), title="Count3 after one minute each, width 192", xticks=lengths)
+    ticks = sorted({length for _, lengths, *_ in lines for length in lengths})
+    panel.set(ylim=(-0.03, 1.03), title="Count3 after one minute each, width 192", xticks=ticks)
     panel.set(xlabel="integers in a sequence", ylabel="fresh sequences right (share)")
     panel.legend(fontsize=6)
 

@@ -50,7 +50,7 @@ class Recipe:
     alone: int = 0
     """Sequences that it then continues by itself."""
     picture: Callable[[dict[str, Any], Path], None] | None = None
-    """Draws the results in its own way, besides the curves."""
+    """Draws the results in its own way, instead of the curves."""
     few: tuple[str, ...] = ()
     """Arms of the tiny version, where all of them would be too many."""
     missing: dict[str, str] = field(default_factory=dict)

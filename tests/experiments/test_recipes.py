@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +29,7 @@ from entp.experiments.records import POINTS, _curve, _fresh, _further, collect, 
 from entp.experiments.reproduce import How, carry_out, reproduce
 from entp.experiments.summary import read_by
 from entp.intervals import wilson
-from entp.training.checkpoint import load
+from entp.training.checkpoint import alone_in, load
 from entp.training.evaluation import evaluate
 from entp.training.metrics import read_metrics
 
@@ -184,12 +185,16 @@ def test_minutes_leave_arms_alone_whose_schedule_follows_the_clock(tmp_path: Pat
     assert found["seconds"] >= 1.5
 
 
-def test_two_that_write_one_record_keep_each_others_arms(tmp_path: Path) -> None:
-    words = ("reproduce", "count3", "--tiny", "--device=cpu", "--record=all.json")
-    arms = ("prefix decoder medium", "ENTP medium")
-    both = [start_entp(*words, f"--out={n}", f"--only={label}", cwd=tmp_path) for n, label in enumerate(arms)]
-    assert [process.wait(timeout=300) for process in both] == [0, 0]
-    found = json.loads((tmp_path / "all.json").read_text())["arms"]
+def test_two_that_write_one_record_wait_for_each_other_and_keep_each_others_arms(tmp_path: Path) -> None:
+    """One holds the record's folder, as another process does while it adds its arm to the record."""
+    recipe, arms, record = find_recipe("count3").tiny(), ("prefix decoder medium", "ENTP medium"), tmp_path / "all.json"
+    reproduce(recipe, tmp_path, device="cpu", only=arms[:1])
+    with ThreadPoolExecutor(1) as pool, alone_in(tmp_path):
+        other = pool.submit(reproduce, recipe, tmp_path / "two", device="cpu", only=arms[1:], record=record)
+        assert not wait([other], timeout=2).done
+        assert not record.exists()
+        record.write_bytes((tmp_path / recipe.name / "results.json").read_bytes())
+    found = json.loads(record.read_text())["arms"]
     assert {label for label, arm in found.items() if arm["status"] == "done"} == set(arms)
 
 
@@ -367,7 +372,9 @@ def test_a_record_is_copied_before_runs_are_left_out(tmp_path: Path, capsys: pyt
     slower = replace(recipe, runs={**recipe.runs, label: replace(recipe.runs[label], batch=16)})
     for number in ("", "1"):
         reproduce(slower if not number else recipe, tmp_path / f"two{number}", device="cpu", only=[label], record=record)
-        assert f"what is left out is still in {record}.old{number}" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert told.count(f"what is left out is still in {record}.old{number}.") == 1
+        assert told.count(f"{label}, seed 0 has other settings than now, and is left out.") == 1
     assert (tmp_path / "all.json.old").read_bytes() == before
     assert json.loads((tmp_path / "all.json.old1").read_text())["arms"][label]["runs"][0]["settings"]["batch"] == 16
 

@@ -58,7 +58,7 @@ def _read(results: Path, name: str) -> dict[str, Any] | None:
 
 
 def _fast(count3: dict[str, Any]) -> list[dict[str, Any]]:
-    """Runs of medium models with settings of our own, all with a clock of their own."""
+    """Runs of medium models with settings of our own that are about minutes: of ENTP, and of decoders that get as many."""
     arms = (arm for label, arm in count3["arms"].items() if label.endswith((", fast", ", decoder first")))
     return [run for arm in arms for run in arm.get("runs", [])]
 

@@ -173,4 +173,5 @@ def test_a_second_interrupt_ends_also_those_that_do_not_stop(tmp_path: Path) -> 
         assert parent.poll() is None
         parent.send_signal(signal.SIGINT)
         parent.communicate(timeout=LIMIT)
+        assert parent.returncode == -signal.SIGINT
         assert gone(parent.pid)

@@ -10,10 +10,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from multiprocessing import active_children, get_context, parent_process
-from types import FrameType
 from typing import Any
 
 from entp.errors import TrainingStopped
+from entp.training.watch import StopSignals
 
 _working = threading.Lock()
 """Held while a process is at work."""
@@ -28,51 +28,52 @@ def side_by_side(
     ends them at once.
     """
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_wait_quietly)
-    caught: list[int] = []
     todo = iter(enumerate(tasks))
     waiting: dict[Future[int | None], int] = {}
 
     def begin(count: int) -> None:  # no more than are at work: what a pool has taken in, it begins even after a signal
         waiting.update({pool.submit(_at_work, work, *task): number for number, task in islice(todo, count)})
 
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGINT and number in caught:
-            for process in active_children():
-                process.kill()
-            raise KeyboardInterrupt
-        caught.append(number)
-        _terminate_all()
+    with StopSignals(_terminate_all, _kill_all) as signals:
+        try:
+            begin(jobs)
+            while waiting:
+                done = wait(waiting, timeout=1, return_when=FIRST_COMPLETED).done
+                if signals.caught:
+                    _terminate_all()  # again: one that had not begun to train did not listen
+                for future in islice(done, 1):
+                    stopped = _outcome(future, signals)
+                    begin(0 if stopped else 1)
+                    yield waiting.pop(future), stopped
+                    if stopped:
+                        return
+        finally:
+            pool.shutdown(wait=not signals.caught, cancel_futures=True)
+            while signals.caught and (left := active_children()):
+                _terminate_all()
+                left[0].join(1)
 
-    ours = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM) if ours}
+
+def _outcome(future: Future[int | None], signals: StopSignals) -> int | None:
+    """The signal that stopped what is done, if one did: the parent's own, where it caught one."""
     try:
-        begin(jobs)
-        while waiting:
-            future = next(iter(wait(waiting, return_when=FIRST_COMPLETED).done))
-            stopped = None
-            try:
-                stopped = future.result()
-            except BrokenProcessPool:  # one that was only just starting died of the signal
-                if not caught:
-                    told = "a process died, perhaps because memory ran out: run again to go on, with fewer --jobs"
-                    raise TrainingStopped(f"{told}; what was saved is kept.") from None
-            stopped = caught[0] if caught else stopped
-            begin(0 if stopped else 1)
-            yield waiting.pop(future), stopped
-            if stopped:
-                return
-    finally:
-        pool.shutdown(wait=not caught, cancel_futures=True)
-        while caught and (left := active_children()):  # some may have begun after the signal
-            _terminate_all()
-            left[0].join(1)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        stopped = future.result()
+    except BrokenProcessPool:  # one that was only just starting died of the signal
+        if not signals.caught:
+            told = "a process died, perhaps because memory ran out: run again to go on, with fewer --jobs"
+            raise TrainingStopped(f"{told}; what was saved is kept.") from None
+        stopped = None
+    return signals.caught or stopped
 
 
 def _terminate_all() -> None:
     for process in active_children():
         process.terminate()
+
+
+def _kill_all() -> None:
+    for process in active_children():
+        process.kill()
 
 
 def _wait_quietly() -> None:

@@ -6,6 +6,8 @@ import math
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -64,11 +66,20 @@ def check_finite(values: dict[str, float], step: int) -> None:
             raise TrainingStopped(f"{name} is {value} after step {step}; nothing was overwritten. Lower optim.max_lr.")
 
 
-class StopSignals:
-    """Turns the first SIGINT or SIGTERM into a wish to stop after the step; a second SIGINT interrupts at once."""
+ONE_SIGNAL = 0.5
+"""Seconds within which signals are one: `timeout`, say, sends its own to a process and then to the group that it is in."""
 
-    def __init__(self) -> None:
+
+def _tell() -> None:
+    os.write(2, b"\nstopping after this step; interrupt again to stop at once\n")
+
+
+class StopSignals:
+    """Turns the first SIGINT or SIGTERM into a wish to stop; a later SIGINT interrupts at once. Each is told to others."""
+
+    def __init__(self, tell: Callable[[], None] = _tell, tell_again: Callable[[], None] | None = None) -> None:
         self.caught: int | None = None
+        self.tell, self.tell_again, self.since = tell, tell_again, 0.0
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -81,11 +92,13 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self.caught is not None and number == signal.SIGINT:
+        if self.caught is None:
+            self.caught, self.since = number, time.monotonic()
+            self.tell()
+        elif number == signal.SIGINT and time.monotonic() - self.since > ONE_SIGNAL:
+            if self.tell_again:
+                self.tell_again()
             raise KeyboardInterrupt
-        first, self.caught = self.caught is None, number
-        if first:
-            os.write(2, b"\nstopping after this step; interrupt again to stop at once\n")
 
     def name(self) -> str:
         return signal.Signals(self.caught).name if self.caught else "another process"

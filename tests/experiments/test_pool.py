@@ -75,6 +75,13 @@ def late(folder: Path, number: int) -> int | None:
     return until_stopped(folder, number)
 
 
+def both_late(folder: Path, number: int) -> int | None:
+    """Nobody listens when the signal comes."""
+    (folder / f"{number}.begun").touch()
+    time.sleep(1.5)
+    return until_stopped(folder, number)
+
+
 def deaf(folder: Path, number: int) -> int | None:
     """Does not stop, whatever it is told."""
     for s in (signal.SIGINT, signal.SIGTERM):
@@ -124,7 +131,14 @@ def test_where_one_is_stopped_nothing_else_begins(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("send", [os.kill, os.killpg])
+def both(pid: int, how: int) -> None:
+    """As `timeout` does it."""
+    os.kill(pid, how)
+    time.sleep(0.05)
+    os.killpg(pid, how)
+
+
+@pytest.mark.parametrize("send", [os.kill, os.killpg, both])
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_parent_or_to_all_stops_all(
     how: signal.Signals, send: Callable[[int, int], None], tmp_path: Path
@@ -144,6 +158,13 @@ def test_one_that_does_not_listen_yet_is_told_again(tmp_path: Path) -> None:
         parent.terminate()
         said, _ = parent.communicate(timeout=LIMIT)
     assert said == "[(0, 15)]\n['0.saved', '1.saved']\n"
+
+
+def test_a_signal_is_not_lost_where_nobody_listens_yet(tmp_path: Path) -> None:
+    with two_at_work(tmp_path, "both_late") as parent:
+        parent.terminate()
+        said, _ = parent.communicate(timeout=LIMIT)
+    assert said.endswith("\n['0.saved', '1.saved']\n")
 
 
 def gone(group: int) -> bool:
@@ -171,6 +192,7 @@ def test_a_second_interrupt_ends_also_those_that_do_not_stop(tmp_path: Path) -> 
         assert see(tmp_path / "0.told")
         assert see(tmp_path / "1.told")
         assert parent.poll() is None
+        time.sleep(1)  # what comes at once is the first
         parent.send_signal(signal.SIGINT)
         parent.communicate(timeout=LIMIT)
         assert parent.returncode == -signal.SIGINT

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import os
 import re
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from entp import __version__
 from entp.config import Run
@@ -24,15 +23,13 @@ from entp.options import (
     BenchScalingOptions,
     BenchStepOptions,
     DemoOptions,
-    EvaluateOptions,
-    ExportOptions,
-    GenerateOptions,
     ReportOptions,
     ReproduceOptions,
     TrainOptions,
 )
-from entp.parsing import look_here, name_of, parse
-from entp.tasks.base import TASKS, Task, read_prompt, task_class
+from entp.parsing import look_here, name_of, named_task, parse
+from entp.run_commands import evaluate_command, export_command, generate_command
+from entp.tasks.base import TASKS, Task, task_class
 
 BENCHES: dict[str, type] = {"step": BenchStepOptions, "generate": BenchGenerateOptions, "scaling": BenchScalingOptions}
 """The benchmarks: each is the module entp.bench.NAME with `bench(options)` and `report(section)`."""
@@ -40,7 +37,7 @@ BENCHES: dict[str, type] = {"step": BenchStepOptions, "generate": BenchGenerateO
 
 def train_command(args: list[str]) -> int:
     """train TASK: train a model"""
-    cls = _task_class(name_of(args, "task", TASKS, "train"))
+    cls = named_task(name_of(args, "task", TASKS, "train"))
     saved = _saved_run(args[1:], cls.name)
     options = parse(TrainOptions[cls], args[1:], f"entp train {args[0]}", _defaults(cls, saved))  # type: ignore[valid-type]
     run = options.run(saved)
@@ -51,82 +48,6 @@ def train_command(args: list[str]) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(announce(result))
     return 128 + result.stopped_by if result.stopped_by else 0
-
-
-def evaluate_command(args: list[str]) -> int:
-    """evaluate RUN: measure a trained run on fresh sequences"""
-    folder = name_of(args, "run folder", [], "evaluate")
-    options = parse(EvaluateOptions, args[1:], f"entp evaluate {folder}")
-    model, run, device = _open_run(folder, options.which, options.device, options.task)
-    run = dataclasses.replace(run, train=dataclasses.replace(run.train, impl=options.impl))
-    from entp.intervals import wilson
-    from entp.table import format_table
-    from entp.training.evaluation import accuracy_by_length, evaluate, generated_right, some_batches
-
-    asked = (run, options.split, options.batches, options.seed)
-    values = evaluate(model, run, split=options.split, batches=options.batches, seed=options.seed, device=device)
-    more: dict[str, Any] = {}
-    if options.by_length:
-        more["by_length"] = accuracy_by_length(model, run, some_batches(*asked), device)
-    if options.by_generation:
-        values["generated_right"] = generated_right(model, run, some_batches(*asked), device)[0] / values["n"]
-    if options.json:
-        print(json.dumps({"run": folder, "split": options.split, **values, **more}))
-        return 0
-    n, rows = int(values.pop("n")), []
-    for name, value in values.items():
-        low, high = wilson(round(value * n), n) if name in ("sequence_accuracy", "generated_right") else (None, None)
-        rows.append([name, f"{value:.4f}", "" if low is None else f"{low:.4f}..{high:.4f}"])
-    print(f"{run.task.name}, mode {run.mode}, {n} sequences of {options.split}")
-    print(format_table(["metric", "value", "95% interval"], rows))
-    if more:
-        print(format_table(["tokens read", "right"], [[str(k), f"{v:.4f}"] for k, v in more["by_length"].items()]))
-    return 0
-
-
-def generate_command(args: list[str]) -> int:
-    """generate RUN: continue prompts"""
-    folder = name_of(args, "run folder", [], "generate")
-    options = parse(GenerateOptions, args[1:], f"entp generate {folder}")
-    model, run, _ = _open_run(folder, options.which, options.device, options.task)
-    from entp.engine.generate import generate
-
-    task = run.task
-    prompts = [read_prompt(task, text) for text in options.prompt] or task.prompts(options.seed, 3)
-    new = options.max_new_tokens
-    if new is None:
-        new = max(1, task.model_needs()["positions"] - max(map(len, prompts)))
-    outputs = generate(
-        model,
-        prompts,
-        new,
-        options.mode or run.mode,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        stop=task.stop,
-    )
-    for tokens in outputs:
-        print(task.to_text(tokens))
-    return 0
-
-
-def export_command(args: list[str]) -> int:
-    """export RUN: save a trained model as a small folder"""
-    folder = name_of(args, "run folder", [], "export")
-    options = parse(ExportOptions, args[1:], f"entp export {folder}")
-    if options.task is not None:
-        _task_class(options.task)
-    from entp.training.distributed import World, pick_device
-    from entp.training.export import export
-
-    where = pick_device(options.device, World())
-    made = export(Path(folder), options.out, which=options.which, dtype=options.dtype, fresh=options.fresh, device=where)
-    size = (options.out / "model.safetensors").stat().st_size
-    found = "  ".join(f"{name} {value:.4g}" for name, value in made["fresh"].items() if isinstance(value, float))
-    print(f"{options.out}: {made['weights']}, {size / 1e6:.2f} MB. On {made['fresh']['n']} fresh sequences: {found}")
-    return 0
 
 
 def reproduce_command(args: list[str]) -> int:
@@ -237,7 +158,7 @@ def demo_command(args: list[str]) -> int:
 def tasks_command(args: list[str]) -> int:
     """tasks [TASK]: list the tasks, or draw an example of one"""
     if args and args[0] not in ("-h", "--help"):
-        task = parse(_task_class(args[0]), args[1:], f"entp tasks {args[0]}")
+        task = parse(named_task(args[0]), args[1:], f"entp tasks {args[0]}")
         print(f"{task.name}: {task.about}\n\n{task.draw()}\n\nentp train {args[0]} takes:")
         for f in dataclasses.fields(task):
             print(f"  --task.{f.name.replace('_', '-')} {getattr(task, f.name)}")
@@ -311,12 +232,6 @@ def _help() -> str:
     )
 
 
-def _task_class(name: str) -> type[Task]:
-    """The class of a task."""
-    look_here(name)
-    return task_class(name)
-
-
 def _saved_run(args: list[str], task: str) -> Run | None:
     """The run that --resume or --fork continues, whose settings are the defaults then."""
     joined = "\n".join(args)
@@ -334,18 +249,6 @@ def _defaults(cls: type[Task], saved: Run | None) -> TrainOptions[Any]:
         return TrainOptions(cls())
     parts = {"optim": saved.optim, "train": saved.train, "start": saved.start}
     return TrainOptions(saved.task, saved.mode, None, saved.steps, saved.batch, saved.seed, **parts)  # type: ignore[arg-type]
-
-
-def _open_run(folder: str, which: Literal["best", "last"], device: str, task: str | None) -> tuple[Any, Run, Any]:
-    """Model, run and device of a run folder."""
-    if task is not None:
-        _task_class(task)
-    from entp.training.checkpoint import load, load_run
-    from entp.training.distributed import World, pick_device
-
-    where = pick_device(device, World())
-    run = load_run(folder, which)
-    return load(folder, which, where), run, where
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import sys
 from typing import Any, TypeVar
 
 from entp.errors import InputError
+from entp.tasks.base import Task, task_class
 
 Options = TypeVar("Options")
 
@@ -30,6 +31,12 @@ def look_here(name: str) -> None:
     """Something of your own, module:NAME, may lie in the current folder."""
     if ":" in name and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+
+
+def named_task(name: str) -> type[Task]:
+    """The class of a task, which may be your own."""
+    look_here(name)
+    return task_class(name)
 
 
 def parse(kind: type[Options], args: list[str], program: str, default: Options | None = None) -> Options:

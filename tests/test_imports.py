@@ -21,7 +21,7 @@ LEVELS = [
     {"training", "theory", "hf", "figures"},
     {"experiments"},
     {"report"},
-    {"parsing", "options", "demo", "bench", "theory_commands", "cli"},
+    {"parsing", "options", "demo", "bench", "run_commands", "theory_commands", "cli"},
 ]
 """Parts of the package, lowest first: a module imports from its own level and from those before it."""
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}

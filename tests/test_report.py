@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable
@@ -89,53 +90,77 @@ def test_arms_that_fill_a_grid_are_shown_as_one(tmp_path: Path) -> None:
     assert any(line.startswith("| decoder, 3 layers, 16 integers | 1 |") for line in lines())  # one column is no grid
 
 
-def test_a_row_holds_what_its_arm_measured(tmp_path: Path) -> None:
-    done = entp("reproduce", "count3", "--tiny", "--device=cpu", "--only=ENTP medium", "--record=all.json", cwd=tmp_path)
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a tiny run of one arm recorded, as if it were count3's."""
+    folder = tmp_path_factory.mktemp("tiny")
+    done = entp("reproduce", "count3", "--tiny", "--device=cpu", "--only=ENTP medium", "--record=all.json", cwd=folder)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "all.json").read_text())
+    return {**json.loads((folder / "all.json").read_text()), "recipe": "count3"}
+
+
+def page_of(found: dict[str, Any], folder: Path) -> str:
+    (folder / "count3.json").write_text(json.dumps(found))
+    return page(folder, folder / "page.md")
+
+
+def test_a_row_holds_what_its_arm_measured(tiny: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "count3.json").write_text(json.dumps({**found, "recipe": "count3"}))
+    (tmp_path / "results" / "count3.json").write_text(json.dumps(tiny))
     told = entp("report", "--out=page.md", cwd=tmp_path)
     assert told.returncode == 0, told.stderr
     text = (tmp_path / "page.md").read_text()
     assert "](results/count3.png)" in text
     assert (tmp_path / "results" / "count3.png").stat().st_size > 10_000  # drawn from the file: it was recorded elsewhere
     row = next(line for line in text.splitlines() if line.startswith("| ENTP medium |")).strip("| ").split(" | ")
-    arm = found["arms"]["ENTP medium"]
+    arm = tiny["arms"]["ENTP medium"]
     assert row[1:3] == ["1", "60"]
     assert row[4] == "0.991"
     assert float(row[5]) == pytest.approx(arm["ours"]["sequence_accuracy"], abs=5e-5)
-    for value, cell in ((0.0, "0"), (1.0, "1"), (0.99999, "1.0000"), (0.00001, "0.0000"), (0.25, "0.2500")):  # exact or rounded
-        arm["ours"]["sequence_accuracy"] = value
-        (tmp_path / "results" / "count3.json").write_text(json.dumps({**found, "recipe": "count3"}))
-        assert f" | 0.991 | {cell} | " in page(tmp_path / "results", tmp_path / "page.md")
+    assert row[-3] == f"{arm['ours']['loss']:#.3g}"
     assert row[-2].endswith("n = 64")
     assert row[-1].startswith(f"{arm['fresh']['generated']['right']} of 32 ")
     idle = text.partition("Not run: ")[2].splitlines()[0]
     assert idle.startswith("decoder small; decoder medium; ")  # also arms that the file does not name: a recipe may have grown
     assert "prefix decoder medium" in idle
     assert "ENTP medium;" not in idle
-    assert row[-3] == f"{arm['ours']['loss']:#.3g}"
     assert "`entp reproduce match3`" in text.partition("Not recorded yet:")[2]
-    place = arm["runs"][0]["environment"]
+
+
+@pytest.mark.parametrize(
+    ("value", "cell"), [(0.0, "0"), (1.0, "1"), (0.99999, "1.0000"), (0.00001, "0.0000"), (0.25, "0.2500")]
+)
+def test_0_and_1_are_exact_without_decimals(value: float, cell: str, tiny: dict[str, Any], tmp_path: Path) -> None:
+    found = copy.deepcopy(tiny)
+    found["arms"]["ENTP medium"]["ours"]["sequence_accuracy"] = value
+    assert f" | 0.991 | {cell} | " in page_of(found, tmp_path)
+
+
+def test_a_page_says_where_its_runs_were_made(tiny: dict[str, Any], tmp_path: Path) -> None:
+    found = copy.deepcopy(tiny)
+    arm = found["arms"]["ENTP medium"]
+    run, text = arm["runs"][0], page_of(found, tmp_path)
+    place = run["environment"]
     told = f"torch {place['torch']}; commits {(place['commit'] or 'unknown')[:7]}; {place['date'][:10]}."
     assert f"\nOn {place['device']}; {told}\n" in text
     assert "at a time" not in text
     place["commit"] = None  # a copy of the source that is no checkout
-    arm["runs"][0]["final"]["trained_side_by_side"] = 4
-    (tmp_path / "results" / "count3.json").write_text(json.dumps({**found, "recipe": "count3"}))
-    text = page(tmp_path / "results", tmp_path / "page.md")
+    run["final"]["trained_side_by_side"] = 4
+    text = page_of(found, tmp_path)
     assert ", 4 runs at a time; torch" in text
     assert "; commits unknown; " in text
-    other = json.loads(json.dumps(arm))
+    other = copy.deepcopy(arm)
     other["runs"][0]["final"]["trained_side_by_side"] = 1
     found["arms"]["prefix decoder medium"] = other  # not all arms shared the device: those that did are named
-    (tmp_path / "results" / "count3.json").write_text(json.dumps({**found, "recipe": "count3"}))
-    assert ", 4 runs at a time (ENTP medium); torch" in page(tmp_path / "results", tmp_path / "page.md")
-    second = {**other["runs"][0], "seed": 1, "steps": 1060, "seconds": 1e4}
-    arm["runs"].append({**second, "final": {**second["final"], "sequence_accuracy": 0.29, "n": 100}})
-    (tmp_path / "results" / "count3.json").write_text(json.dumps({**found, "recipe": "count3"}))
-    text = page(tmp_path / "results", tmp_path / "page.md")
+    assert ", 4 runs at a time (ENTP medium); torch" in page_of(found, tmp_path)
+
+
+def test_seeds_are_told_apart(tiny: dict[str, Any], tmp_path: Path) -> None:
+    found = copy.deepcopy(tiny)
+    runs = found["arms"]["ENTP medium"]["runs"]
+    second = {**runs[0], "seed": 1, "steps": 1060, "seconds": 1e4}
+    runs.append({**second, "final": {**second["final"], "sequence_accuracy": 0.29, "n": 100}})
+    text = page_of(found, tmp_path)
     assert "| 60 to 1,060 |" in text  # seeds that took different times are not one number
     assert " to 10,000 |" in text
     told = next(line for line in text.splitlines() if line.startswith("ENTP medium, fresh sequences right: seed 0 "))

@@ -37,14 +37,14 @@ def draw_curves(recipe: Recipe, results: dict[str, Any], path: Path) -> None:
     figure = new_figure(1 + 4.3 * len(metrics), 4.8)
     if figure is None:
         return
-    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
+    panels, sizes = figure.subplots(1, len(metrics), squeeze=False)[0], _sizes(results)
     for panel, metric in zip(panels, metrics, strict=True):
         for (label, curves), dashes in zip(recipe.curves.items(), cycle(DASHES), strict=False):
             steps, values = zip(*((step / 1000, value) for step, value in curves[metric]), strict=True)
             panel.plot(steps, values, color="0.6", linestyle=dashes, linewidth=1.6, zorder=0, label=f"authors: {label}")
         for number, (label, arm) in enumerate((k, v) for k, v in results["arms"].items() if k in recipe.runs):
             _draw_arm(panel, arm, metric, COLOURS[number % len(COLOURS)], label)
-        panel.set(xlabel=f"optimizer steps (thousands){_sizes(results)}", ylabel=f"validation {metric.replace('_', ' ')}")
+        panel.set(xlabel=f"optimizer steps (thousands){sizes}", ylabel=f"validation {metric.replace('_', ' ')}")
         panel.set(**{"yscale": "log"} if metric == "loss" else {"ylim": (-0.03, 1.03)})
     handles, labels = panels[0].get_legend_handles_labels()
     if handles:

@@ -41,9 +41,10 @@ def side_by_side(
                 done = wait(waiting, timeout=1, return_when=FIRST_COMPLETED).done
                 if signals.caught:
                     _terminate_all()  # again: one that had not begun to train did not listen
-                for future in islice(done, 1):
+                for future in done:
                     stopped = _outcome(future, signals)
-                    begin(0 if stopped else 1)
+                    if not stopped:
+                        begin(1)
                     yield waiting.pop(future), stopped
                     if stopped:
                         return

@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,8 +120,10 @@ def draw(recipe: Recipe, results: dict[str, Any], picture: Path) -> None:
 
 def _one_by_one(recipe: Recipe, arms: list[tuple[str, Run]], how: How) -> Iterator[int | None]:
     """After each arm, the signal that stopped it, if one did."""
+    start = time.monotonic()
     for number, (label, run) in enumerate(arms, 1):
-        print(f"[{number}/{len(arms)}] {label}, seed {run.seed}", file=sys.stderr, flush=True)
+        left = time_left(time.monotonic() - start, number - 1, len(arms))
+        print(f"[{number}/{len(arms)}] {label}, seed {run.seed}{left}", file=sys.stderr, flush=True)
         stopped = carry_out(recipe, label, run, how)
         yield stopped
         if stopped:
@@ -130,11 +133,21 @@ def _one_by_one(recipe: Recipe, arms: list[tuple[str, Run]], how: How) -> Iterat
 def _side_by_side(recipe: Recipe, arms: list[tuple[str, Run]], how: How) -> Iterator[int | None]:
     """Several at once, each in a process of its own. A signal stops all; those that train save what they have."""
     tasks = [(recipe.source, recipe.name, label, run.seed, how) for label, run in arms]
+    print(f"{len(arms)} runs, {how.jobs} at a time", file=sys.stderr, flush=True)
+    start = time.monotonic()
     for done, (number, stopped) in enumerate(side_by_side(how.jobs, _in_process, tasks), 1):
         label, run = arms[number]
-        state = "stopped" if stopped else "done"
+        state = "stopped" if stopped else "done" + time_left(time.monotonic() - start, done, len(arms), how.jobs)
         print(f"[{done}/{len(arms)}] {label}, seed {run.seed}: {state}", file=sys.stderr, flush=True)
         yield stopped
+
+
+def time_left(seconds: float, done: int, runs: int, jobs: int = 1) -> str:
+    """A word on how long the other runs will take, where they come in rounds that take as long as those before."""
+    if not 0 < done < runs:
+        return ""
+    left = seconds / math.ceil(done / jobs) * math.ceil((runs - done) / jobs)
+    return f", about {left:.0f} s left" if left < 100 else f", about {left / 60:.0f} min left"
 
 
 def _in_process(source: str, name: str, label: str, seed: int, how: How) -> int | None:

@@ -115,8 +115,9 @@ class _Tracked:
 class Progress:
     """A bar on a terminal, a line per evaluation elsewhere, nothing when quiet or not the first process."""
 
-    def __init__(self, label: str, total: int, start: int, show: bool) -> None:
-        self.show, self.label, self.total = show, label, total
+    def __init__(self, label: str, total: int, start: int, show: bool, most_seconds: float | None = None) -> None:
+        self.show, self.label, self.total, self.most_seconds = show, label, total, most_seconds
+        self.expected = total
         self.bar = None
         if show and sys.stderr.isatty():
             from tqdm import tqdm
@@ -130,11 +131,19 @@ class Progress:
             if notes:
                 self.bar.set_postfix({k: f"{v:.4g}" for k, v in notes.items()})
 
+    def clock(self, step: int, seconds: float) -> None:
+        """So many steps took so long: how many there will be, where the clock ends them first."""
+        if self.most_seconds is not None and seconds > 0:
+            self.expected = min(self.total, max(step, round(step * self.most_seconds / seconds)))
+            if self.bar is not None:
+                self.bar.total = self.expected
+
     def line(self, step: int, values: dict[str, float]) -> None:
         """An evaluation, for people without a bar."""
         if self.show and self.bar is None:
             text = "  ".join(f"{k} {v:.4g}" for k, v in values.items())
-            print(f"{self.label}: step {step}/{self.total}  {text}", file=sys.stderr, flush=True)
+            about = "" if self.expected == self.total else "about "
+            print(f"{self.label}: step {step}/{about}{self.expected}  {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self.bar is not None:

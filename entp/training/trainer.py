@@ -130,7 +130,7 @@ def _train(run: Run, out: Path, device: torch.device, world: World, resume: bool
             block.finish = torch.compile(block.finish)  # type: ignore[assignment,arg-type]
     metrics = MetricsFile(out, run, state.step) if world.first else None
     mode = f"{run.start.mode}, then {run.mode}" if run.start.steps else run.mode
-    progress = Progress(f"{run.task.name} {mode}", run.steps, state.step, not quiet)
+    progress = Progress(f"{run.task.name} {mode}", run.steps, state.step, not quiet, run.train.max_seconds)
     try:
         with StopSignals() as signals:
             loop = Loop(run, out, state, device, world, signals, metrics, progress)
@@ -190,6 +190,7 @@ class Loop:
             if state.step % every.log_every == 0 or last or stop:
                 loss_so_far = self.watch.mean()
                 state.seconds, mark = state.seconds + time.perf_counter() - mark, time.perf_counter()
+                self.progress.clock(state.step, state.seconds)
                 self.log(loss_so_far, norm)
             if (state.step % every.eval_every == 0 or last) and not stop and self.measure():
                 last, reason = True, f"{run.goal} reached {every.target:g}"

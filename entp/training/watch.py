@@ -77,7 +77,7 @@ def _tell() -> None:
 class StopSignals:
     """Turns the first SIGINT or SIGTERM into a wish to stop; a later SIGINT interrupts at once. Each is told to others."""
 
-    def __init__(self, tell: Callable[[], None] = _tell, tell_again: Callable[[], None] | None = None) -> None:
+    def __init__(self, tell: Callable[[], None] = _tell, tell_again: Callable[[], None] = lambda: None) -> None:
         self.caught: int | None = None
         self.tell, self.tell_again, self.since = tell, tell_again, 0.0
         self.before: dict[int, Any] = {}
@@ -96,8 +96,7 @@ class StopSignals:
             self.caught, self.since = number, time.monotonic()
             self.tell()
         elif number == signal.SIGINT and time.monotonic() - self.since > ONE_SIGNAL:
-            if self.tell_again:
-                self.tell_again()
+            self.tell_again()
             raise KeyboardInterrupt
 
     def name(self) -> str:

@@ -26,7 +26,7 @@ from entp.experiments.fast import RATE
 from entp.experiments.paper_curves import COUNT3
 from entp.experiments.recipe import find_recipe
 from entp.experiments.records import POINTS, _curve, _fresh, _further, collect, read_results, results_table, run_folder
-from entp.experiments.reproduce import How, carry_out, reproduce
+from entp.experiments.reproduce import How, carry_out, reproduce, time_left
 from entp.experiments.summary import read_by
 from entp.intervals import wilson
 from entp.training.checkpoint import alone_in, load
@@ -203,7 +203,9 @@ def test_arms_side_by_side_are_the_arms_one_by_one(tmp_path: Path) -> None:
     one = entp("reproduce", "count3-depth", "--tiny", "--device=cpu", "--out=one", cwd=tmp_path)
     two = entp("reproduce", "count3-depth", "--tiny", "--device=cpu", "--out=two", "--jobs=2", cwd=tmp_path)
     assert (one.returncode, two.returncode) == (0, 0), one.stderr + two.stderr
-    assert len(re.findall(r"\[\d/3\] .*: done", two.stderr)) == 3
+    assert re.search(r"\[2/3\] .*, seed 0, about \d+ s left\n", one.stderr)
+    assert "3 runs, 2 at a time\n" in two.stderr
+    assert re.findall(r"\[(\d)/3\] .*: done(?:, about \d+ s left)?\n", two.stderr) == ["1", "2", "3"]
     found = [
         json.loads((tmp_path / name / "count3-depth-tiny" / "results.json").read_text())["arms"] for name in ("one", "two")
     ]
@@ -213,6 +215,21 @@ def test_arms_side_by_side_are_the_arms_one_by_one(tmp_path: Path) -> None:
         assert first["final"] == second["final"]
         assert [r["loss"] for r in first["curve"]] == [r["loss"] for r in second["curve"]]
     assert (tmp_path / "one/count3-depth-tiny/curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("told", "seconds", "done", "runs", "jobs"),
+    [
+        ("", 0, 0, 8, 4),  # nothing is known yet
+        (", about 65 s left", 65, 4, 8, 4),  # one round of two
+        (", about 65 s left", 65, 1, 5, 4),  # the other three of the first round are about to end
+        (", about 2 min left", 65, 1, 8, 4),
+        (", about 40 min left", 600, 1, 5, 1),
+        ("", 600, 8, 8, 4),
+    ],
+)
+def test_the_time_that_is_left(told: str, seconds: float, done: int, runs: int, jobs: int) -> None:
+    assert time_left(seconds, done, runs, jobs) == told
 
 
 def test_some_arms_at_once_and_no_other(tmp_path: Path) -> None:

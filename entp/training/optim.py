@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from entp.config import OptimConfig
+from entp.engine.cublaslt import batched_product
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of Muon's quintic iteration, as in torch.optim.Muon."""
@@ -127,8 +128,9 @@ def _move(moves: list[Move], group: dict) -> None:
         updates = orthogonalise(ways, group["ns_steps"], group["eps"])
     else:
         white = torch.stack(whiteners).to(torch.bfloat16 if ways.is_cuda else ways.dtype)
-        straight = orthogonalise(white @ ways.to(white.dtype), group["ns_steps"], group["eps"]).to(white.dtype)
-        updates = white @ straight
+        turned = batched_product(white, ways.to(white.dtype))
+        straight = orthogonalise(turned, group["ns_steps"], group["eps"]).to(white.dtype)
+        updates = batched_product(white, straight)
         size, now = (x.float().norm(dim=(1, 2), keepdim=True) for x in (straight, updates))
         updates = updates * (size / now.clamp(min=group["eps"]))
     updates = updates.to(ways.dtype) * rate
@@ -147,10 +149,10 @@ def orthogonalise(g: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
     tall = g.shape[1] > g.shape[2]
     if tall:
         x = x.mT
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)).contiguous()
     for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = batched_product(x, x.mT)
+        x = batched_product(batched_product(gram, gram, gram, alpha=c, beta=b), x, x, beta=a)
     return x.mT if tall else x
 
 
@@ -228,10 +230,15 @@ def make_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.O
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=rate(), betas=betas, fused=cuda, capturable=cuda)]
     if muon:
         optimizers.append(Muon(list(muon.values()), lr=config.max_lr, weight_decay=config.weight_decay))
-        optimizers[1].param_groups[0]["parts"] = [3 if n.endswith("qkv.weight") else 1 for n in muon]
+        optimizers[1].param_groups[0]["parts"] = [_stacked(n, p) for n, p in muon.items()]
         optimizers[1].param_groups[0]["whiten"] = [config.whiten > 0 and n.endswith(("fc.weight", "out.weight")) for n in muon]
         optimizers[1].param_groups[0]["lr"] = rate()
     return optimizers
+
+
+def _stacked(name: str, p: Tensor) -> int:
+    """How many square matrices stand in a parameter: q, k and v, unless keys and values have fewer heads."""
+    return 3 if name.endswith("qkv.weight") and p.shape[0] == 3 * p.shape[1] else 1
 
 
 def set_learning_rate(optimizers: list[torch.optim.Optimizer], rate: float) -> None:

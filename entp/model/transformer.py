@@ -1,0 +1,151 @@
+"""One Transformer, three modes.
+
+    model = Transformer(ModelConfig(vocab=64, positions=64, **SIZES["small"]))
+    logits = model(tokens, mode="entp")          # (batch, time, vocab); position t: the prediction after reading 0..t
+
+The weights know nothing of the mode: it is an argument. The methods `encode`, `embed`, `stack`, `attention_bias` and
+`readout` are what the engine needs of a model (entp/engine/protocol.py); a Transformer of your own may stand in its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from entp.config import ModelConfig
+from entp.engine import support
+from entp.engine.api import predict
+from entp.errors import InputError
+from entp.model.blocks import Block, SwiGLU, make_norm
+from entp.model.positions import RelativeBias, Rotary, sinusoids
+
+
+class Transformer(nn.Module):
+    """GPT-2 as the paper uses it unless the config says otherwise, with the mode as an argument of `forward`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.width
+        self.width, self.vocab, self.input_dim = width, config.vocab, config.input_dim
+        self.context_length = config.positions if config.has_limit else None
+        self.tokens = nn.Embedding(config.vocab, width) if config.vocab else None
+        self.read_in = nn.Linear(config.input_dim, width) if config.input_dim else None
+        if config.position == "learned":
+            self.positions = nn.Parameter(torch.empty(config.positions, width))
+        elif config.position == "given":
+            self.register_buffer("positions", torch.zeros(config.positions, width))
+        self.relative = RelativeBias(config.heads) if config.position == "relative" else None
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = make_norm(config) if config.norm_placement == "pre" else nn.Identity()
+        self.head = _make_head(config)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """GPT-2: normal(0, 0.02), residual projections divided by sqrt(2 layers), biases zero."""
+        layers = self.config.layers * self.config.loops
+        for name, p in self.named_parameters():
+            if p.ndim == 2:
+                residual = name.endswith(("proj.weight", "out.weight"))
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
+
+    @torch.no_grad()
+    def set_positions(self, table: Tensor) -> None:
+        """Set the position vectors (positions, width), for `position="given"` or "learned"."""
+        if not self.config.has_limit:
+            raise InputError(f"this model has position={self.config.position!r}: it has no position vectors to set.")
+        if table.shape != self.positions.shape:
+            raise InputError(f"position vectors have shape {tuple(table.shape)}: {tuple(self.positions.shape)} is needed.")
+        self.positions.copy_(table)
+
+    def forward(
+        self,
+        x: Tensor,
+        mode: str = "entp",
+        *,
+        at: Tensor | np.ndarray | Sequence[int] | None = None,
+        lengths: Tensor | None = None,
+        prefix: Tensor | np.ndarray | Sequence[int] | int | None = None,
+        position_ids: Tensor | None = None,
+        impl: str = "auto",
+        token_budget: int | None = None,
+    ) -> Tensor:
+        """Predictions of every position (or those in `at`) in one of the modes: see `entp.predict`."""
+        return predict(
+            self,
+            x,
+            mode,
+            at=at,
+            lengths=lengths,
+            prefix=prefix,
+            position_ids=position_ids,
+            impl=impl,
+            token_budget=token_budget,
+        )
+
+    def encode(
+        self, x: Tensor, position_ids: Tensor | None = None, *, mask: Tensor | None = None, causal: bool = False
+    ) -> Tensor:
+        """The last block's output (B, T, D), block after block: with full attention, a mask (B or 1, T, T), or causal."""
+        h = self.embed(x, position_ids)
+        ids = torch.arange(x.shape[1], device=x.device) if position_ids is None else position_ids
+        bias = self.attention_bias(ids, ids)
+        seen = None if mask is None else mask[:, None]
+        for block in self.stack():
+            h = block(h, ids, seen, causal, bias)
+        return h
+
+    def stack(self) -> list[Block]:
+        """The blocks in the order in which they run; with loops, each several times."""
+        return cast("list[Block]", list(self.blocks)) * self.config.loops
+
+    def embed(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Inputs (B, T) or (B, T, input_dim) at these positions, (B, T) or (T,), as (B, T, D). None: 0, 1, 2, ..."""
+        if self.tokens is not None:
+            h = self.tokens(x)
+        else:
+            assert self.read_in is not None
+            h = self.read_in(x)
+        if self.config.position == "sinusoidal":
+            ids = torch.arange(x.shape[1], device=x.device) if position_ids is None else position_ids
+            return h + sinusoids(ids, self.width, h.dtype)
+        if self.context_length is None:
+            return h
+        return h + (self.positions[: x.shape[1]] if position_ids is None else self.positions[position_ids])
+
+    def attention_bias(self, query_ids: Tensor, key_ids: Tensor) -> Tensor | None:
+        """What is added to attention scores in every layer, (B or 1, H, Q, K), or None."""
+        if self.relative is None:
+            return None
+        bias = self.relative(query_ids, key_ids)
+        return bias if bias.ndim == 4 else bias[None]
+
+    def readout(self, h: Tensor) -> Tensor:
+        """Last block's rows (..., D) to outputs (..., vocab or outputs)."""
+        h = self.norm(h)
+        if self.head is not None:
+            return self.head(h)
+        assert self.tokens is not None
+        return F.linear(h, self.tokens.weight)
+
+
+def _make_head(config: ModelConfig) -> nn.Linear | None:
+    """The outputs' layer; None where the embedding serves."""
+    if config.outputs is not None:
+        return nn.Linear(config.width, config.outputs)
+    if config.tied_head or config.vocab is None:
+        return None
+    return nn.Linear(config.width, config.vocab, bias=False)
+
+
+support.register(Transformer, "encode", "embed", "stack", "attention_bias", "readout")
+support.register(Block, "forward", "project", "finish", "split_heads")
+support.register_rowwise(Rotary, SwiGLU, RelativeBias)

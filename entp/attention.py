@@ -71,8 +71,27 @@ def visible(
     return mask
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """softmax(scale q k^T) v for q (batch, heads, query, d), k and v (batch, heads, key, d); mask is bool, True = seen."""
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """softmax(scale q k^T + bias) v for q (batch, heads, query, d), k and v (batch, heads or fewer, key, d).
+
+    mask: bool, True = seen. bias: (batch or 1, heads, query, key). Keys and values of fewer heads are shared by groups.
+    """
+    if k.shape[1] != q.shape[1]:
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+    if bias is not None:
+        bias = bias.to(q.dtype)
+        if causal:
+            mask, causal = visible("decoder", q.shape[-2], device=q.device)[:, None], False
+        mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
     guarded = q.is_cuda and (mask is not None or q.shape[-2] == 1)
     with sdpa_kernel(_SAFE_BACKENDS) if guarded else contextlib.nullcontext():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)

@@ -63,7 +63,7 @@ def size_problems(model: Any) -> list[str]:
         return [
             f"model.{name} is {getattr(model, name)}: it must be at least 1, at most {most}" for name, most in wrong.items()
         ]
-    tables = (model.vocab, model.input_dim, model.outputs, None if model.position == "none" else model.positions)
+    tables = (model.vocab, model.input_dim, model.outputs, model.positions if model.has_limit else None)
     weights = (12 * model.layers * model.width + sum(rows or 0 for rows in tables)) * model.width
     if weights <= MOST_WEIGHTS:
         return []

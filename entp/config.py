@@ -38,7 +38,7 @@ class ModelConfig:
     vocab: int | None = None
     """Number of token ids. None: the inputs are vectors (see input_dim)."""
     positions: int = 64
-    """Longest sequence the model reads (without limit if `position` is none)."""
+    """Longest sequence the model reads (without limit unless `position` is learned or given)."""
     layers: int = 3
     """Transformer blocks, L in the paper."""
     heads: int = 3
@@ -49,14 +49,25 @@ class ModelConfig:
     """Size of continuous input vectors, read in by one linear layer. None: the inputs are token ids."""
     outputs: int | None = None
     """Real outputs per position, from a linear head. None: vocabulary logits from the tied embedding."""
-    norm: Literal["layer", "none"] = "layer"
-    """layer: pre-LN as GPT-2; none: no normalisation anywhere, as in the paper's theorems."""
-    activation: Literal["gelu", "relu"] = "gelu"
-    """The MLP's non-linearity; gelu is GPT-2's tanh form."""
-    position: Literal["learned", "none", "given"] = "learned"
-    """learned: trained table; none: position-free; given: a fixed table, set with Transformer.set_positions."""
+    norm: Literal["layer", "rms", "none"] = "layer"
+    """layer: LayerNorm as GPT-2; rms: RMSNorm; none: no normalisation anywhere, as in the paper's theorems."""
+    activation: Literal["gelu", "gelu-exact", "relu", "silu", "swiglu"] = "gelu"
+    """The MLP's non-linearity; gelu is GPT-2's tanh form. swiglu has a gate, and a hidden layer of 8/3 width."""
+    position: Literal["learned", "sinusoidal", "rotary", "relative", "none", "given"] = "learned"
+    """learned: trained table; rotary: turned queries and keys; relative: a bias by distance as in T5; none: position-free;
+    given: a fixed table, set with Transformer.set_positions."""
     scale: Literal["sqrt", "one"] = "sqrt"
     """Attention scores are multiplied by 1/sqrt(head size) or by 1."""
+    norm_placement: Literal["pre", "post"] = "pre"
+    """pre: before attention and MLP, as GPT-2; post: after each residual, as BERT."""
+    bias: bool = True
+    """Biases in the linear layers of the blocks."""
+    tied_head: bool = True
+    """Vocabulary logits from the embedding's own weights; off: from a matrix of their own."""
+    kv_heads: int | None = None
+    """Key and value heads, each shared by heads / kv_heads queries. None: as many as heads."""
+    loops: int = 1
+    """How many times the blocks run one after the other, with the same weights."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "model.")
@@ -71,11 +82,32 @@ class ModelConfig:
                 f"model.heads {self.heads} does not divide model.width {self.width}: choose a width that is a "
                 f"multiple of {self.heads}, such as {self.heads * max(1, round(self.width / self.heads))}"
             )
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            problems.append(f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}")
+        if self.position == "rotary" and self.heads > 0 and self.width // self.heads % 2:
+            problems.append(f"model.position rotary needs an even head size, and {self.width // self.heads} is odd")
+        if not 1 <= self.loops <= 1000:
+            problems.append(f"model.loops is {self.loops}: it must be at least 1, at most 1000")
         if (self.vocab is None) == (self.input_dim is None):
             problems.append("model needs exactly one of vocab (token ids) and input_dim (vectors)")
         if self.vocab is None and self.outputs is None:
             problems.append("model.outputs must be set when the inputs are vectors: there is no embedding to tie to")
         complain(problems + choice_problems(self, "model."))
+
+    @property
+    def hidden(self) -> int:
+        """Units of the MLP's hidden layer: 4 width, or with a gate about 8/3 width, so that the weights are as many."""
+        return -(-8 * self.width // 24) * 8 if self.activation == "swiglu" else 4 * self.width
+
+    @property
+    def depth(self) -> int:
+        """Blocks that an input goes through, loops included."""
+        return self.layers * self.loops
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether sequences beyond `positions` tokens cannot be read."""
+        return self.position in ("learned", "given")
 
 
 @dataclass(frozen=True)
@@ -263,7 +295,7 @@ class Run:
                     f"optim.{name} is for mode entp, where each prediction has a cost of its own, not for {self.mode}"
                 )
         needs = self.task.model_needs()
-        if self.model.position != "none" and self.model.positions < needs["positions"]:
+        if self.model.has_limit and self.model.positions < needs["positions"]:
             problems.append(
                 f"model.positions {self.model.positions} is shorter than the sequences of {self.task.name}, "
                 f"{needs['positions']}: raise model.positions or shorten the task"

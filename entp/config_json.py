@@ -92,12 +92,19 @@ FREE_TO_CHANGE = ("steps", "train.checkpoint_every", "train.log_every", "train.m
 """What may differ when a run is resumed: none of it changes what a step computes."""
 
 
+ADDED = {"norm_placement": "pre", "bias": True, "tied_head": True, "kv_heads": None, "loops": 1}
+"""Options of the model that came later, and their defaults, which do not count: a run keeps its hash."""
+
+
 def config_hash(run: Run) -> str:
     """Ten characters that change whenever what a step computes or an evaluation measures does."""
     data = run_to_json(run)
     for path in FREE_TO_CHANGE:
         *group, name = path.split(".")
         del (data[group[0]] if group else data)[name]
+    for name in ADDED:
+        if data["model"][name] == ADDED[name]:
+            del data["model"][name]
     if run.optim.decay == "seconds":  # then the time is part of the schedule
         data["train"]["max_seconds"] = run.train.max_seconds
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:10]

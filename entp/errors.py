@@ -12,6 +12,10 @@ class TrainingStopped(RuntimeError):
     """Training could not go on (a loss that is not finite, say); what is on disk is as it was."""
 
 
+class EngineWarning(UserWarning):
+    """A model runs by a slower implementation than usual, because the usual one would not be exact for it."""
+
+
 def one_of(name: str, got: object, allowed: object) -> InputError:
     """The error for a value outside a fixed list: `one_of("mode", "enpt", ["decoder", "entp"])`."""
     import difflib

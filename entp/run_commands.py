@@ -10,7 +10,7 @@ from typing import Any, Literal
 from entp.config import Run
 from entp.options import EvaluateOptions, ExportOptions, GenerateOptions
 from entp.parsing import name_of, named_task, parse
-from entp.tasks.base import read_prompt
+from entp.tasks.base import IGNORE, Task, read_prompt
 
 
 def evaluate_command(args: list[str]) -> int:
@@ -55,7 +55,7 @@ def generate_command(args: list[str]) -> int:
     prompts = [read_prompt(task, text) for text in options.prompt] or task.prompts(options.seed, 3)
     new = options.max_new_tokens
     if new is None:
-        new = max(1, task.model_needs()["positions"] - max(map(len, prompts)))
+        new = max(1, _answer_end(task) - max(map(len, prompts)))
     outputs = generate(
         model,
         prompts,
@@ -70,6 +70,12 @@ def generate_command(args: list[str]) -> int:
     for tokens in outputs:
         print(task.to_text(tokens))
     return 0
+
+
+def _answer_end(task: Task) -> int:
+    """How many tokens a sequence of the task has up to the last one asked for, which need not be read."""
+    asked = task.batch(0, "test", 0, 8).y != IGNORE
+    return int(asked.any(0).nonzero()[0].max(initial=0)) + 2
 
 
 def export_command(args: list[str]) -> int:

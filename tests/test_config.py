@@ -142,7 +142,10 @@ MODEL = {"vocab": 8, "positions": 8, "layers": 1, "heads": 2, "width": 8}
         ({"vocab": None}, "exactly one of vocab .* and input_dim"),
         ({"input_dim": 3}, "exactly one of vocab .* and input_dim"),
         ({"vocab": None, "input_dim": 3}, r"model\.outputs must be set"),
-        ({"norm": "rms"}, r"unknown model\.norm 'rms': allowed are layer, none"),
+        ({"norm": "batch"}, r"unknown model\.norm 'batch': allowed are layer, rms, none"),
+        ({"heads": 4, "width": 8, "kv_heads": 3}, r"model\.kv_heads 3 does not divide model\.heads 4"),
+        ({"heads": 4, "width": 12, "position": "rotary"}, "rotary needs an even head size, and 3 is odd"),
+        ({"loops": 0}, r"model\.loops is 0: it must be at least 1"),
         ({"activation": "swish"}, r"unknown model\.activation 'swish'"),
         ({"position": "learnt"}, r"unknown model\.position 'learnt'.*Did you mean learned"),
         ({"scale": "two"}, r"unknown model\.scale 'two'"),
@@ -237,8 +240,8 @@ def test_position_free_models_read_any_length() -> None:
 
 def test_several_problems_are_reported_at_once() -> None:
     with pytest.raises(InputError) as error:
-        ModelConfig(layers=0, heads=5, width=12, norm="rms")  # type: ignore[arg-type]
-    for part in ("model.layers is 0", "model.heads 5", "exactly one of", "model.outputs must be set", "model.norm 'rms'"):
+        ModelConfig(layers=0, heads=5, width=12, norm="batch")  # type: ignore[arg-type]
+    for part in ("model.layers is 0", "model.heads 5", "exactly one of", "model.outputs must be set", "model.norm 'batch'"):
         assert part in str(error.value)
     with pytest.raises(InputError) as error:
         dataclasses.replace(RUNS["defaults"], steps=0, mode="x", seed=-1)  # type: ignore[arg-type]
@@ -281,6 +284,10 @@ OTHER_VALUES = {
     "model.activation": "relu",
     "model.position": "none",
     "model.scale": "one",
+    "model.norm_placement": "post",
+    "model.bias": False,
+    "model.tied_head": False,
+    "model.kv_heads": 1,
     "optim.name": "muon",
     "optim.max_lr": 0.25,
     "optim.min_lr": 0.0,
@@ -342,6 +349,11 @@ def test_time_is_part_of_a_schedule_that_follows_it() -> None:
     longer = dataclasses.replace(clocked, train=dataclasses.replace(run.train, max_seconds=6.0))
     assert config_hash(timed) == config_hash(run)
     assert len({config_hash(one) for one in (run, clocked, longer)}) == 3
+
+
+def test_options_of_the_model_that_came_later_keep_the_hash() -> None:
+    """The hash of the defaults, as it was recorded before these options were there."""
+    assert config_hash(RUNS["defaults"]) == "4e8cd302c5"
 
 
 def test_options_that_are_gone_are_read_where_they_did_nothing() -> None:

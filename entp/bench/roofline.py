@@ -36,7 +36,7 @@ def floor(config: ModelConfig, wanted: Tensor, device: torch.device, parts: int 
     """Operations, bytes, the rates measured on this device, and the seconds they come to."""
     rows = sum(rows_of(wanted))
     half = torch.bfloat16 if device.type == "cuda" else torch.float32
-    passes = row_passes(config.layers, again=memory_counts(config, rows // parts))
+    passes = row_passes(config.layers, again=memory_counts(config.width, config.layers, rows // parts))
     flops, moved = engine_flops(config, wanted).total, passes * rows * config.width * half.itemsize
     products, copies = rates(config, min(rows, MOST_ROWS), half, device)
     return {

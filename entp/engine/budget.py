@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-if TYPE_CHECKING:
-    from entp.config import ModelConfig
-    from entp.model import Transformer
+from entp.engine.protocol import ModelProtocol, depth
 
 BUSY = 140_000_000
 """Rows x width x layers that keep a GPU busy. What is larger can be halved, or made again instead of kept, for a few percent of
 its time (docs/engine.md): there memory counts for more."""
 
 
-def memory_counts(config: ModelConfig, rows: int) -> bool:
+def memory_counts(width: int, layers: int, rows: int) -> bool:
     """Whether so many rows are more than a GPU needs to be busy."""
-    return rows * config.width * config.layers > BUSY
+    return rows * width * layers > BUSY
 
 
-def default_token_budget(model: Transformer, device: torch.device) -> int:
+def default_token_budget(model: ModelProtocol, device: torch.device) -> int:
     """Rows that fit comfortably: 1 GiB of activations on a CPU, 0.4 of a GPU's memory."""
-    per_row = model.config.layers * model.config.width
+    per_row = depth(model) * model.width
     if device.type != "cuda":
         return max(1024, int(2**30 / (4 * 24 * per_row)))  # 24: measured, see docs/engine.md
     return max(1024, int(0.4 * torch.cuda.get_device_properties(device).total_memory / (3 * 24 * per_row)))
 
 
-def step_token_budget(model: Transformer, device: torch.device, rows: int) -> int:
+def step_token_budget(model: ModelProtocol, device: torch.device, rows: int) -> int:
     """Rows for each chunk of a training step of so many: as many as fit, but half of them where halves keep a GPU busy."""
     fitting = default_token_budget(model, device)
-    if device.type == "cuda" and memory_counts(model.config, rows // 2):
+    if device.type == "cuda" and memory_counts(model.width, depth(model), rows // 2):
         return min(fitting, -(-rows // 2))
     return fitting

@@ -4,87 +4,107 @@
     logits = cache.prefill(tokens, lengths)     # tokens (B, T), 0 at padding; lengths (B,), the longest T; logits (B, vocab)
     logits = cache.append(new)                  # new (B,): one more token per sequence, each at its own position
 
+Both take position ids, (B, T) and (B,), where those are not 0, 1, 2, ...
+
 Names: B sequences, T tokens, D width, H heads, d head size; `capacity`: most tokens per sequence that will be read.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from entp.attention import attend, visible
+from entp.engine.api import predict
 from entp.engine.layout import Packing, pack
-from entp.engine.packed import upper_layers
-
-if TYPE_CHECKING:
-    from entp.model import Block, Transformer
+from entp.engine.packed import Places, upper_layers
+from entp.engine.protocol import ModelProtocol, attention_bias
 
 
 class Cache(Protocol):
     """What `generate` needs: the logits (B, vocab) after the prompts, then after each new token."""
 
-    def prefill(self, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor: ...
+    def prefill(self, tokens_BT: Tensor, lengths_B: Tensor, position_ids: Tensor | None = None) -> Tensor: ...
 
-    def append(self, new_B: Tensor) -> Tensor: ...
+    def append(self, new_B: Tensor, position_ids: Tensor | None = None) -> Tensor: ...
 
 
 class NoCache:
     """Nothing is kept: each step reads all tokens again. The definition that the other caches are compared with."""
 
-    def __init__(self, model: Transformer, mode: str, prefix_B: Tensor | None = None) -> None:
+    def __init__(self, model: ModelProtocol, mode: str, prefix_B: Tensor | None = None) -> None:
         self.model, self.mode, self.prefix = model, mode, prefix_B
 
-    def prefill(self, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
-        self.tokens, self.lengths = tokens_BT, lengths_B
+    def prefill(self, tokens_BT: Tensor, lengths_B: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        self.tokens, self.lengths, self.ids = tokens_BT, lengths_B, position_ids
         return self._predict()
 
-    def append(self, new_B: Tensor) -> Tensor:
-        self.tokens = F.pad(self.tokens, (0, 1)).scatter(1, self.lengths[:, None], new_B[:, None])
+    def append(self, new_B: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        self.tokens = _with_one_more(self.tokens, self.lengths, new_B)
+        if self.ids is not None and position_ids is not None:
+            self.ids = _with_one_more(self.ids, self.lengths, position_ids)
         self.lengths = self.lengths + 1
         return self._predict()
 
     def _predict(self) -> Tensor:
         last = _one_hot(self.lengths, self.tokens.shape[1])
-        return self.model(self.tokens, mode=self.mode, at=last, lengths=self.lengths, prefix=self.prefix, impl="reference")
+        return predict(
+            self.model,
+            self.tokens,
+            self.mode,
+            at=last,
+            lengths=self.lengths,
+            prefix=self.prefix,
+            position_ids=self.ids,
+            impl="reference",
+        )
 
 
 class DecoderCache:
-    """Keys and values of every layer, each (B, H, capacity, d): modes decoder and, with a prefix (B,), prefix."""
+    """Keys and values of every layer, each (B, KV, capacity, d): modes decoder and, with a prefix (B,), prefix."""
 
-    def __init__(self, model: Transformer, capacity: int, prefix_B: Tensor | None = None) -> None:
+    def __init__(self, model: ModelProtocol, capacity: int, prefix_B: Tensor | None = None) -> None:
         self.model, self.capacity, self.prefix = model, capacity, prefix_B
-        self.blocks = _blocks(model)
+        self.blocks = list(model.stack())
 
-    def prefill(self, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
+    def prefill(self, tokens_BT: Tensor, lengths_B: Tensor, position_ids: Tensor | None = None) -> Tensor:
         batch, time = tokens_BT.shape
         # Padding lies after every real query and every prefix, so either mask hides it.
         mask = None if self.prefix is None else visible("prefix", time, prefix=self.prefix)[:, None]
-        h = self.model.embed(tokens_BT)
+        h = self.model.embed(tokens_BT, position_ids)
+        ids = torch.arange(time, device=h.device) if position_ids is None else position_ids
+        bias = attention_bias(self.model, ids, ids)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         for block in self.blocks:
-            q, k, v = (part.transpose(1, 2) for part in block.split_heads(block.qkv(block.norm_1(h))))
+            q, k, v = (part.transpose(1, 2) for part in block.project(h, ids))
             self.keys.append(F.pad(k, (0, 0, 0, self.capacity - time)))
             self.values.append(F.pad(v, (0, 0, 0, self.capacity - time)))
-            attended = attend(q, k, v, scale=block.scale, mask=mask, causal=mask is None)
+            attended = attend(q, k, v, scale=block.scale, mask=mask, causal=mask is None, bias=bias)
             h = block.finish(h, attended.transpose(1, 2).flatten(2))
+        self.ids = None if bias is None else F.pad(ids.expand(batch, time), (0, self.capacity - time))
         self.lengths, self.longest = lengths_B, time
         return self.model.readout(h[torch.arange(batch, device=h.device), lengths_B - 1])
 
-    def append(self, new_B: Tensor) -> Tensor:
+    def append(self, new_B: Tensor, position_ids: Tensor | None = None) -> Tensor:
         at, self.lengths, self.longest = self.lengths, self.lengths + 1, self.longest + 1
+        own = (at if position_ids is None else position_ids)[:, None]
         sequence = torch.arange(len(at), device=at.device)
         seen = (torch.arange(self.longest, device=at.device) < self.lengths[:, None])[:, None, None]
-        h = self.model.embed(new_B[:, None], start=at)
+        bias = None
+        if self.ids is not None:
+            self.ids[sequence, at] = own[:, 0]
+            bias = attention_bias(self.model, own, self.ids[:, : self.longest])
+        h = self.model.embed(new_B[:, None], own)
         for block, keys, values in zip(self.blocks, self.keys, self.values, strict=True):
-            q, k, v = block.split_heads(block.qkv(block.norm_1(h)))  # (B, 1, H, d) each
+            q, k, v = block.project(h, own)  # (B, 1, H or KV, d) each
             keys[sequence, :, at], values[sequence, :, at] = k[:, 0], v[:, 0]
             known = (keys[:, :, : self.longest], values[:, :, : self.longest])
-            attended = attend(q.transpose(1, 2), *known, scale=block.scale, mask=seen)
+            attended = attend(q.transpose(1, 2), *known, scale=block.scale, mask=seen, bias=bias)
             h = block.finish(h, attended.transpose(1, 2).flatten(2))
         return self.model.readout(h[:, 0])
 
@@ -97,67 +117,105 @@ class EntpCache:
     Needs at least two layers: with one, ENTP is the decoder. State is (B, capacity, ...), in fp32 or wider.
     """
 
-    def __init__(self, model: Transformer, capacity: int) -> None:
+    def __init__(self, model: ModelProtocol, capacity: int) -> None:
         self.model, self.capacity = model, capacity
-        self.block = _blocks(model)[0]
+        self.block = model.stack()[0]
 
-    def prefill(self, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
-        time = tokens_BT.shape[1]
-        h = self.model.embed(tokens_BT)
-        q, k, v = self._first_qkv(h)
-        padding = (torch.arange(time, device=h.device) >= lengths_B[:, None])[:, None, None]
-        with torch.autocast(h.device.type, enabled=False):  # it would round the state to half precision
-            scores = torch.einsum("bihd,bjhd->bhij", q, k).masked_fill(padding, float("-inf"))
-            z = scores.logsumexp(-1)
-            o = torch.einsum("bhij,bjhd->bihd", torch.exp(scores - z[..., None]), v)
+    def prefill(self, tokens_BT: Tensor, lengths_B: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        batch, time = tokens_BT.shape
+        h = self.model.embed(tokens_BT, position_ids)
+        ids = torch.arange(time, device=h.device) if position_ids is None else position_ids
+        q, k, v = first_qkv(self.model, h, ids)
+        bias = attention_bias(self.model, ids, ids)
+        z, o = first_state(q, k, v, bias, lengths_B)
         room = self.capacity - time
-        self.h, self.z = F.pad(h, (0, 0, 0, room)), F.pad(z.transpose(1, 2), (0, 0, 0, room))
+        self.h, self.z = F.pad(h, (0, 0, 0, room)), F.pad(z, (0, 0, 0, room))
         self.q, self.k, self.v, self.o = (F.pad(part, (0, 0, 0, 0, 0, room)) for part in (q, k, v, o))
+        needed = bias is not None or position_ids is not None
+        self.ids = F.pad(ids.expand(batch, time), (0, room)) if needed else None
         self.packing = pack(_one_hot(lengths_B, time))
         self.lengths, self.longest = lengths_B, time
         self.caller_order = torch.argsort(self.packing.sequence)
         return self._predict()
 
-    def append(self, new_B: Tensor) -> Tensor:
+    def append(self, new_B: Tensor, position_ids: Tensor | None = None) -> Tensor:
         at, self.lengths, self.longest = self.lengths, self.lengths + 1, self.longest + 1
+        own = (at if position_ids is None else position_ids)[:, None]
         sequence = torch.arange(len(at), device=at.device)
-        h = self.model.embed(new_B[:, None], start=at)
-        q, k, v = self._first_qkv(h)
+        h = self.model.embed(new_B[:, None], own)
+        q, k, v = first_qkv(self.model, h, own)
         for kept, new in ((self.h, h), (self.q, q), (self.k, k), (self.v, v)):
             kept[sequence, at] = new[:, 0]
-        self._add_key(k, v)
-        self.z[sequence, at], self.o[sequence, at] = self._new_row(q)
+        if self.ids is not None:
+            self.ids[sequence, at] = own[:, 0]
+        self._add_key(k, v, own)
+        self.z[sequence, at], self.o[sequence, at] = self._new_row(q, own)
         self.packing = _one_longer(self.packing)
         return self._predict()
 
-    def _first_qkv(self, h_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Layer 1's scaled q, and k and v, (B, T, H, d) each, in the state's precision."""
-        qkv = self.block.qkv(self.block.norm_1(h_BTD))
-        q, k, v = self.block.split_heads(qkv.to(torch.promote_types(qkv.dtype, torch.float32)))
-        return q * self.block.scale, k, v
-
-    def _add_key(self, k_B1Hd: Tensor, v_B1Hd: Tensor) -> None:
+    def _add_key(self, k_B1Hd: Tensor, v_B1Hd: Tensor, own_B1: Tensor) -> None:
         """Let every row see one more key. Rows past a sequence's end change too: they are set when their token comes."""
         q, z, o = (state[:, : self.longest] for state in (self.q, self.z, self.o))
         score = (q * k_B1Hd).sum(-1)
+        bias = self._bias(self._known_ids(), own_B1)
+        if bias is not None:
+            score = score + bias[..., 0].mT
         z.copy_(torch.logaddexp(z, score))
         o += torch.exp(score - z)[..., None] * (v_B1Hd - o)
 
-    def _new_row(self, q_B1Hd: Tensor) -> tuple[Tensor, Tensor]:
+    def _new_row(self, q_B1Hd: Tensor, own_B1: Tensor) -> tuple[Tensor, Tensor]:
         """z (B, H) and o (B, H, d) of the newest token over all keys of its sequence."""
         k, v = self.k[:, : self.longest], self.v[:, : self.longest]
         padding = torch.arange(self.longest, device=k.device) >= self.lengths[:, None]
-        scores = (q_B1Hd * k).sum(-1).masked_fill(padding[..., None], float("-inf"))
+        scores = (q_B1Hd * k).sum(-1)
+        bias = self._bias(own_B1, self._known_ids())
+        if bias is not None:
+            scores = scores + bias[:, :, 0].mT
+        scores = scores.masked_fill(padding[..., None], float("-inf"))
         z = scores.logsumexp(1)
         return z, (torch.exp(scores - z[:, None])[..., None] * v).sum(1)
+
+    def _known_ids(self) -> Tensor:
+        """Position ids of the tokens so far, (B, longest) or (longest,)."""
+        if self.ids is None:
+            return torch.arange(self.longest, device=self.h.device)
+        return self.ids[:, : self.longest]
+
+    def _bias(self, query_ids: Tensor, key_ids: Tensor) -> Tensor | None:
+        """The bias on scores; nothing without ids, which are kept wherever there is one."""
+        return None if self.ids is None else attention_bias(self.model, query_ids, key_ids)
 
     def _predict(self) -> Tensor:
         """The rest of layer 1 on each row and the layers above it: logits (B, vocab)."""
         row = self.packing.sequence[self.packing.row_prefix] * self.capacity + self.packing.row_token
         h_ND = self.h.flatten(0, 1)[row]
         attended_ND = self.o.flatten(2).flatten(0, 1)[row].to(h_ND.dtype)
-        out = upper_layers(self.model, self.block.finish(h_ND, attended_ND), self.packing)
+        ids, row_ids = self._known_ids(), self.packing.row_token
+        if self.ids is not None:
+            row_ids = self.ids.flatten()[row]
+        places = Places(ids, row_ids, self._bias(ids, ids))
+        out = upper_layers(self.model, self.block.finish(h_ND, attended_ND), self.packing, places)
         return self.model.readout(out[self.caller_order])
+
+
+def first_qkv(model: ModelProtocol, h_BTD: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Layer 1's scaled q, and k and v, (B, T, H, d) each, in fp32 or wider."""
+    block = model.stack()[0]
+    q, k, v = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in block.project(h_BTD, position_ids))
+    if k.shape[2] != q.shape[2]:
+        k, v = (part.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for part in (k, v))
+    return q * block.scale, k, v
+
+
+def first_state(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lengths_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Layer 1's z (B, T, H) and o (B, T, H, d) over the keys below each sequence's length; 0 where there are none."""
+    padding = (torch.arange(q.shape[1], device=q.device) >= lengths_B[:, None])[:, None, None]
+    with torch.autocast(q.device.type, enabled=False):  # it would round the state to half precision
+        scores = torch.einsum("bihd,bjhd->bhij", q, k)
+        scores = (scores if bias is None else scores + bias).masked_fill(padding, float("-inf"))
+        z = scores.logsumexp(-1)
+        weight = torch.exp(scores - z[..., None]).nan_to_num(0.0)  # a sequence of no tokens has no state yet
+        return z.transpose(1, 2), torch.einsum("bhij,bjhd->bihd", weight, v)
 
 
 def _one_longer(packing: Packing) -> Packing:
@@ -170,5 +228,6 @@ def _one_hot(lengths_B: Tensor, time: int) -> Tensor:
     return torch.arange(time, device=lengths_B.device) == lengths_B[:, None] - 1
 
 
-def _blocks(model: Transformer) -> list[Block]:
-    return cast("list[Block]", list(model.blocks))
+def _with_one_more(rows_BT: Tensor, lengths_B: Tensor, new_B: Tensor) -> Tensor:
+    """(B, T + 1): each row with one more number at its length."""
+    return F.pad(rows_BT, (0, 1)).scatter(1, lengths_B[:, None], new_B[:, None])

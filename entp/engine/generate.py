@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from entp.attention import as_prefix
-from entp.config import MODES, ModelConfig
-from entp.engine.api import choose
+from entp.checks import whole
+from entp.config import MODES
+from entp.engine.api import choose, resolve
 from entp.engine.caches import Cache, DecoderCache, EntpCache, NoCache
+from entp.engine.protocol import ModelProtocol, depth
+from entp.engine.support import support_of
 from entp.errors import InputError, one_of
 
-if TYPE_CHECKING:
-    from entp.model import Transformer
-
 Prompts = TypeVar("Prompts", Tensor, list[list[int]])
+PositionIds = Callable[[Tensor], Tensor]
+"""Tokens (B, T) to their position ids (B, T); a token's depends on itself and earlier ones."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +42,23 @@ class Sampling:
     """Only the fewest best tokens whose probabilities (after temperature and top_k) reach p together can be drawn."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InputError(f"temperature is {self.temperature}: allowed are 0 (the best token) and positive numbers.")
-        if self.top_k is not None and self.top_k < 1:
-            raise InputError(f"top_k is {self.top_k}: it must be at least 1; leave it out to draw from all tokens.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise InputError(f"top_p is {self.top_p}: it must be above 0 and at most 1; leave it out to draw from all tokens.")
+        temperature, top_k, top_p = self.temperature, self.top_k, self.top_p
+        if not (_is_number(temperature) and math.isfinite(temperature) and temperature >= 0):
+            raise InputError(f"temperature is {temperature!r}: allowed are 0 (the best token) and positive numbers.")
+        if top_k is not None and (whole(top_k) or 0) < 1:
+            raise InputError(f"top_k is {top_k!r}: it must be at least 1, and whole; leave it out to draw from all tokens.")
+        if top_p is not None and not (_is_number(top_p) and 0 < top_p <= 1):
+            raise InputError(f"top_p is {top_p!r}: it must be above 0 and at most 1; leave it out to draw from all tokens.")
+
+
+def _is_number(value: Any) -> bool:
+    """A real number of any type, but not True or False."""
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 @torch.no_grad()  # not inference_mode: the caller may train on the tokens
 def generate(
-    model: Transformer,
+    model: ModelProtocol,
     prompts: Prompts,
     max_new_tokens: int,
     mode: str = "entp",
@@ -61,26 +69,34 @@ def generate(
     seed: int | None = None,
     stop: int | None = None,
     prefix: Tensor | np.ndarray | Sequence[int] | int | None = None,
+    position_ids: PositionIds | None = None,
     cache: bool = True,
 ) -> Prompts:
     """Continue each prompt by max_new_tokens tokens.
 
     prompts: token ids (B, T) -> (B, T + max_new_tokens), with `stop` repeated to the end after a stop token; or lists of ids,
-        of any lengths -> lists of ids, each ending with its stop token if it drew one.
+        of any lengths -> lists of ids, each ending with its stop token if it drew one. Arrays are taken as tensors.
     temperature, top_k, top_p: see Sampling. seed: makes drawing repeatable; None draws from torch's global generator.
     prefix: in mode prefix, how many first tokens see each other (an int, or one per prompt); None: the whole prompt.
+    position_ids: a function from tokens (B, T) to their position ids (B, T), each of its token and earlier ones only.
     cache: False reads everything again for each token: slower, and the same tokens.
     """
     sampling = Sampling(temperature, top_k, top_p)
-    vocab = _vocabulary(model.config)
+    vocab = _vocabulary(model)
+    if isinstance(prompts, np.ndarray):
+        prompts = torch.from_numpy(prompts)
     rows = _as_lists(prompts)
-    _check(model.config, vocab, rows, max_new_tokens, mode, stop)
-    device = next(model.parameters()).device
+    _check(vocab, rows, max_new_tokens, mode, stop)
+    reads = max(map(len, rows)) + max_new_tokens - 1
+    if position_ids is None:
+        _check_length(model, rows, max_new_tokens)
+    device = next(model.parameters()).device  # type: ignore[attr-defined]
     lengths = torch.tensor([len(row) for row in rows], device=device)
     first = _prefix_lengths(prefix, rows).to(device) if mode == "prefix" else None
-    kept = make_cache(model, mode, max(map(len, rows)) + max_new_tokens - 1, first, cache)
-    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    new = _continue(kept, _padded(rows).to(device), lengths, max_new_tokens, sampling, generator, stop)
+    tokens = _padded(rows).to(device)
+    kept = make_cache(model, mode, reads, first, cache, tokens)
+    source = _Source(sampling, _generator(seed, device), stop)
+    new = _continue(kept, tokens, lengths, max_new_tokens, source, position_ids)
     if isinstance(prompts, Tensor):
         return torch.cat([prompts.long(), new.to(prompts.device)], dim=1)
     return [row + _cut(more, stop) for row, more in zip(rows, new.tolist(), strict=True)]
@@ -88,6 +104,8 @@ def generate(
 
 def pick(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> Tensor:
     """One token per row (B,) from logits (B, vocab)."""
+    if not bool(torch.isfinite(logits_BV).any(-1).all()) or bool(logits_BV.isnan().any()):
+        raise InputError("the model's outputs are not finite: there is no best token. Are its weights those of a good run?")
     if sampling.temperature == 0:
         return logits_BV.argmax(-1)
     wide = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
@@ -102,40 +120,109 @@ def pick(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator | Non
     return torch.multinomial(probability, 1, generator=generator)[:, 0]
 
 
-def make_cache(model: Transformer, mode: str, capacity: int, prefix_B: Tensor | None = None, cache: bool = True) -> Cache:
-    """What generation in a mode keeps between tokens, on the model's device, for up to `capacity` tokens read."""
-    if not cache:
+@dataclass(frozen=True)
+class _Source:
+    """Where new tokens come from."""
+
+    sampling: Sampling
+    generator: torch.Generator | None
+    stop: int | None
+
+
+def _generator(seed: Any, device: torch.device) -> torch.Generator | None:
+    if seed is None:
+        return None
+    number = whole(seed)
+    if number is None or not 0 <= number < 2**63:
+        raise InputError(f"seed is {seed!r}: it must be a whole number from 0 to 2^63 - 1, or None.")
+    return torch.Generator(device).manual_seed(number)
+
+
+def make_cache(
+    model: ModelProtocol,
+    mode: str,
+    capacity: int,
+    prefix_B: Tensor | None = None,
+    cache: bool = True,
+    tokens_BT: Tensor | None = None,
+) -> Cache:
+    """What generation in a mode keeps between tokens, on the model's device, for up to `capacity` tokens read.
+
+    A model for which no cache is exact gets none, with a warning. tokens_BT: the prompts, on which a model with unknown
+    modules is compared with the reference first; without them it gets no cache.
+    """
+    if not cache or not _can_cache(model, tokens_BT):
         return NoCache(model, mode, prefix_B)
-    device = next(model.parameters()).device
-    decoder = mode != "entp" or model.config.layers == 1  # one layer: ENTP and decoder are the same function
-    if device.type == "cuda" and (decoder or choose("auto", device, model).impl == "triton"):
+    device = next(model.parameters()).device  # type: ignore[attr-defined]
+    decoder = mode != "entp" or depth(model) == 1  # one layer: ENTP and decoder are the same function
+    graphs = device.type == "cuda" and support_of(model).graphs
+    if graphs and (decoder or choose("auto", device, model).impl == "triton"):
         from entp.engine.recorded import DecoderStep, EntpStep, RecordedCache
 
         return RecordedCache(DecoderStep if decoder else EntpStep, model, capacity, prefix_B)
     return DecoderCache(model, capacity, prefix_B) if decoder else EntpCache(model, capacity)
 
 
+def _can_cache(model: ModelProtocol, tokens_BT: Tensor | None) -> bool:
+    """Are `project` and `finish` exact for this model? Caches are made of them."""
+    support = support_of(model)
+    if support.unknown is None:
+        return support.rows is None or choose("auto", "cpu", model).impl != "reference"
+    return tokens_BT is not None and resolve("auto", model, tokens_BT, None) != "reference"
+
+
 def _continue(
-    cache: Cache,
-    tokens_BT: Tensor,
-    lengths_B: Tensor,
-    steps: int,
-    sampling: Sampling,
-    generator: torch.Generator | None,
-    stop: int | None,
+    cache: Cache, tokens_BT: Tensor, lengths_B: Tensor, steps: int, source: _Source, position_ids: PositionIds | None
 ) -> Tensor:
     """New tokens (B, steps); after a stop token only stop tokens. The last token drawn is never read."""
+    stop = source.stop
     new = tokens_BT.new_full((len(tokens_BT), steps), 0 if stop is None else stop)
     stopped = torch.zeros_like(lengths_B, dtype=torch.bool)
+    known = _Known(tokens_BT, lengths_B, steps, position_ids)
     for step in range(steps):
-        logits = cache.append(new[:, step - 1]) if step else cache.prefill(tokens_BT, lengths_B)
-        token = pick(logits, sampling, generator)
+        logits = known.read(cache) if step == 0 else known.append(cache, new[:, step - 1])
+        token = pick(logits, source.sampling, source.generator)
         new[:, step] = token if stop is None else token.masked_fill(stopped, stop)
         if stop is not None:
             stopped = stopped | (token == stop)
             if bool(stopped.all()):
                 break
     return new
+
+
+class _Known:
+    """The tokens so far, for position ids that depend on them."""
+
+    def __init__(self, tokens_BT: Tensor, lengths_B: Tensor, steps: int, position_ids: PositionIds | None) -> None:
+        self.tokens, self.lengths, self.position_ids = tokens_BT, lengths_B, position_ids
+        if position_ids is not None:
+            self.tokens = torch.nn.functional.pad(tokens_BT, (0, steps))
+        self.time = tokens_BT.shape[1]
+
+    def read(self, cache: Cache) -> Tensor:
+        """Logits after the prompts."""
+        prompts = self.tokens[:, : self.time]
+        return cache.prefill(prompts, self.lengths, self._ids())
+
+    def append(self, cache: Cache, new_B: Tensor) -> Tensor:
+        """Logits after one more token each."""
+        if self.position_ids is None:
+            return cache.append(new_B)
+        self.tokens.scatter_(1, self.lengths[:, None], new_B[:, None])
+        self.time, at, self.lengths = self.time + 1, self.lengths, self.lengths + 1
+        ids = self._ids()
+        assert ids is not None
+        return cache.append(new_B, ids.gather(1, at[:, None])[:, 0])
+
+    def _ids(self) -> Tensor | None:
+        if self.position_ids is None:
+            return None
+        known = self.tokens[:, : self.time]
+        ids = self.position_ids(known)
+        if not isinstance(ids, Tensor) or ids.shape != known.shape or ids.is_floating_point():
+            got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+            raise InputError(f"position_ids must give whole numbers of shape {tuple(known.shape)}, got {got}.")
+        return ids.to(known)
 
 
 def _cut(tokens: list[int], stop: int | None) -> list[int]:
@@ -145,31 +232,36 @@ def _cut(tokens: list[int], stop: int | None) -> list[int]:
 
 def _as_lists(prompts: Tensor | list[list[int]]) -> list[list[int]]:
     """The prompts as lists of ints, whatever integer type they came in."""
-    if isinstance(prompts, Tensor) and (prompts.ndim != 2 or prompts.is_floating_point()):
+    if isinstance(prompts, Tensor) and (prompts.ndim != 2 or prompts.is_floating_point() or prompts.dtype == torch.bool):
         raise InputError(f"prompts must be token ids (batch, time), got shape {tuple(prompts.shape)} of {prompts.dtype}.")
     try:
         rows = prompts.tolist() if isinstance(prompts, Tensor) else prompts
+        if any(isinstance(token, bool) for row in rows for token in row):
+            raise TypeError
         return [[operator.index(token) for token in row] for row in rows]
     except TypeError:
         raise InputError("prompts must be a list of lists of token ids, such as [[3, 1, 4], [1, 5]], or a tensor.") from None
 
 
-def _vocabulary(config: ModelConfig) -> int:
+def _vocabulary(model: ModelProtocol) -> int:
     """How many tokens the model reads and predicts."""
-    if config.vocab is None or config.outputs is not None:
+    vocab, outputs = getattr(model, "vocab", None), getattr(getattr(model, "config", None), "outputs", None)
+    if vocab is None or outputs is not None:
         raise InputError(
-            f"generation needs a model that reads tokens and predicts them: this one has vocab={config.vocab} and "
-            f"outputs={config.outputs}, allowed are a vocab and outputs=None."
+            f"generation needs a model that reads tokens and predicts them: this one has vocab={vocab} and "
+            f"outputs={outputs}, allowed are a vocab and outputs=None."
         )
-    return config.vocab
+    return vocab
 
 
-def _check(config: ModelConfig, vocab: int, rows: list[list[int]], max_new_tokens: int, mode: str, stop: int | None) -> None:
+def _check(vocab: int, rows: list[list[int]], max_new_tokens: int, mode: str, stop: int | None) -> None:
     """Raise InputError for what cannot be generated."""
     if mode not in MODES:
         raise one_of("mode", mode, MODES)
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens is {max_new_tokens}: it must be at least 1.")
+    if (whole(max_new_tokens) or 0) < 1:
+        raise InputError(f"max_new_tokens is {max_new_tokens!r}: it must be at least 1, and whole.")
+    if stop is not None and whole(stop) is None:
+        raise InputError(f"stop is {stop!r}: it must be a token, or None.")
     empty = [number for number, row in enumerate(rows) if not row]
     if empty or not rows:
         got = f"prompt {empty[0]} is empty" if empty else "there are no prompts"
@@ -177,11 +269,15 @@ def _check(config: ModelConfig, vocab: int, rows: list[list[int]], max_new_token
     outside = [token for row in [*rows, [] if stop is None else [stop]] for token in row if not 0 <= token < vocab]
     if outside:
         raise InputError(f"token {outside[0]} (in a prompt, or stop) is not in the vocabulary: allowed are 0 to {vocab - 1}.")
-    reads = max(map(len, rows)) + max_new_tokens - 1
-    if config.position != "none" and reads > config.positions:
+
+
+def _check_length(model: ModelProtocol, rows: list[list[int]], max_new_tokens: int) -> None:
+    """InputError for more tokens than the model has positions. The last token is never read: it may lie one beyond."""
+    reads, limit = max(map(len, rows)) + max_new_tokens - 1, getattr(model, "context_length", None)
+    if limit is not None and reads > limit:
         raise InputError(
             f"{max_new_tokens} new tokens after a prompt of {max(map(len, rows))} need {reads} positions and the model has "
-            f"{config.positions}: shorten the prompts, ask for fewer tokens, or build the model with more positions."
+            f"{limit}: shorten the prompts, ask for fewer tokens, or build the model with more positions."
         )
 
 

@@ -86,7 +86,7 @@ class Packing:
 
     def tables(self) -> list[Tensor]:
         """All that follows from the layout, made now: a step that is being recorded must find them."""
-        return [self.bounds, self.last_slot, self.caller_order, self.row_index, self.row_of]
+        return [self.bounds, self.last_slot, self.caller_order, self.row_index, self.row_of, self.row_token]
 
     @property
     def starts(self) -> Tensor:

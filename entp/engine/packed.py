@@ -1,4 +1,4 @@
-"""All prefixes at once in plain torch: the exact savings of docs/engine.md, on CPU and CUDA.
+"""All prefixes at once in plain torch: the exact savings of docs/engine.md, on CPU and CUDA, for any model of protocol.py.
 
 The rows of all wanted prefixes are packed one after the other, shortest prefixes first and without padding:
 
@@ -7,7 +7,8 @@ The rows of all wanted prefixes are packed one after the other, shortest prefixe
 
 1. Embeddings and layer 1's q, k, v are computed once per token, not once per row.
 2. Layer 1's attention of token i over keys 0..m-1 is, for all m together, a running softmax over keys.
-3. The last layer has one query per prefix; its key and value projections move to the query's side of the products.
+3. The last layer has one query per prefix. Where its weights may be read (support.absorbs), its key and value projections
+   move to the query's side of the products.
 4. Linear layers see packed rows only.
 5. Prefixes do not depend on each other, so `token_budget` may split them into chunks.
 
@@ -16,7 +17,7 @@ Names: B sequences, T tokens, M prefixes, N rows (the sum of prefix lengths), D 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,87 +25,174 @@ from torch import Tensor
 
 from entp.attention import attend
 from entp.engine.layout import Packing, pack, positions_of
+from entp.engine.protocol import BlockProtocol, ModelProtocol, attention_bias
 from entp.engine.running import at_least_fp32, running_attention
-
-if TYPE_CHECKING:
-    from entp.model import Block, Transformer
+from entp.engine.support import absorbs
 
 
-def prefix_hidden(model: Transformer, x: Tensor, wanted: Tensor) -> Tensor:
+class Places(NamedTuple):
+    """Where tokens and rows stand."""
+
+    ids: Tensor
+    """(B, T) or (T,) position ids of tokens."""
+    row_ids: Tensor
+    """(N,) position ids of rows."""
+    bias: Tensor | None
+    """(B or 1, H, T, T) added to attention scores, or None."""
+
+
+def prefix_hidden(model: ModelProtocol, x: Tensor, wanted: Tensor, position_ids: Tensor | None = None) -> Tensor:
     """As reference.prefix_hidden: last block's output at the end of each wanted prefix, (M, D), sequence by sequence."""
-    if model.config.layers == 1:  # one layer: encoder and decoder are the same function (paper, appendix)
-        return model.hidden(x, "decoder").flatten(0, 1).index_select(0, positions_of(wanted, x.device))
     packing = pack(wanted, x.device)
     if not packing.groups:
-        return model.embed(x)[wanted]
-    h = model.embed(x[:, : packing.longest])
-    rows = first_layer(model.blocks[0], h, packing)  # type: ignore[arg-type]
-    out = upper_layers(model, rows, packing)
+        return model.embed(x, position_ids).flatten(0, 1)[:0]
+    blocks = model.stack()
+    if len(blocks) == 1:  # one layer: encoder and decoder are the same function (paper, appendix)
+        hidden = causal_hidden(model, x, position_ids)
+        return hidden.flatten(0, 1).index_select(0, positions_of(wanted, x.device))
+    ids = None if position_ids is None else position_ids[:, : packing.longest]
+    h = model.embed(x[:, : packing.longest], ids)
+    places = places_of(model, packing, ids)
+    rows = first_layer(blocks[0], h, packing, places)
+    out = upper_layers(model, rows, packing, places)
     return out.index_select(0, packing.caller_order)
 
 
-def upper_layers(model: Transformer, rows_ND: Tensor, packing: Packing) -> Tensor:
+def causal_hidden(model: ModelProtocol, x: Tensor, position_ids: Tensor | None) -> Tensor:
+    """A decoder's last block (B, T, D), by project and finish."""
+    ids = torch.arange(x.shape[1], device=x.device) if position_ids is None else position_ids
+    h, bias = model.embed(x, position_ids), attention_bias(model, ids, ids)
+    for block in model.stack():
+        q, k, v = (part.transpose(1, 2) for part in block.project(h, ids))
+        attended = attend(q, k, v, scale=block.scale, causal=True, bias=bias)
+        h = block.finish(h, attended.transpose(1, 2).flatten(2))
+    return h
+
+
+def places_of(model: ModelProtocol, packing: Packing, position_ids: Tensor | None) -> Places:
+    """Positions of the tokens and rows of a packing; position_ids: (B, longest), None for 0, 1, 2, ..."""
+    if position_ids is None:
+        ids, row_ids = torch.arange(packing.longest, device=packing.length.device), packing.row_token
+    else:
+        ids, row_ids = position_ids, position_ids.flatten().index_select(0, packing.row_index)
+    return Places(ids, row_ids, attention_bias(model, ids, ids))
+
+
+def upper_layers(model: ModelProtocol, rows_ND: Tensor, packing: Packing, places: Places) -> Tensor:
     """Blocks 2..L on packed rows: full attention inside each prefix, one query per prefix in the last. Returns (M, D)."""
-    for block in model.blocks[1:-1]:
-        attended = prefix_attention(block, block.qkv(block.norm_1(rows_ND)), packing)  # type: ignore[operator,arg-type]
-        rows_ND = block.finish(rows_ND, attended)  # type: ignore[operator]
-    return last_layer(model.blocks[-1], rows_ND, packing)  # type: ignore[arg-type]
+    *middle, last = model.stack()[1:]
+    for block in middle:
+        rows_ND = full_block(block, rows_ND, packing, places)
+    absorbed = isinstance(model, torch.nn.Module) and absorbs(model)
+    return last_layer(last, rows_ND, packing, places, absorbed)
 
 
-def first_layer(block: Block, h_BTD: Tensor, packing: Packing) -> Tensor:
+def full_block(block: BlockProtocol, rows_ND: Tensor, packing: Packing, places: Places) -> Tensor:
+    """A block on every row: full attention inside each prefix."""
+    q, k, v = block.project(rows_ND, places.row_ids)
+    return block.finish(rows_ND, prefix_attention(q, k, v, packing, block.scale, places.bias))
+
+
+def first_layer(block: BlockProtocol, h_BTD: Tensor, packing: Packing, places: Places) -> Tensor:
     """Block 1 for every row (N, D), from the embeddings (B, T, D)."""
     if packing.alone:  # nothing to share: a block like any other
-        rows = h_BTD.flatten(0, 1).index_select(0, packing.row_index)
-        return block.finish(rows, prefix_attention(block, block.qkv(block.norm_1(rows)), packing))
-    q, k, v = (part.transpose(1, 2) for part in block.split_heads(block.qkv(block.norm_1(h_BTD))))
+        return full_block(block, h_BTD.flatten(0, 1).index_select(0, packing.row_index), packing, places)
+    q, k, v = (part.transpose(1, 2) for part in block.project(h_BTD, places.ids))
     with torch.autocast(h_BTD.device.type, enabled=False):  # scores in full precision, as fused attention keeps them
-        attended = running_attention(q, k, v, packing, block.scale)
+        attended = running_attention(q, k, v, packing, block.scale, places.bias)
     rows = F.embedding(packing.row_index, h_BTD.flatten(0, 1))  # its backward adds rows up in parallel and in a fixed order
     return block.finish(rows, attended)
 
 
-def prefix_attention(block: Block, qkv: Tensor, packing: Packing) -> Tensor:
-    """Full attention inside each prefix: (N, 3D) to (N, D)."""
-    head_size = qkv.shape[-1] // (3 * block.heads)
-    if qkv.is_cuda and qkv.dtype in (torch.bfloat16, torch.float16) and head_size % 8 == 0 and head_size <= 256:
-        return _varlen(block, qkv, packing)
+def prefix_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, bias: Tensor | None = None) -> Tensor:
+    """Full attention inside each prefix: q (N, H, d), k and v (N, KV, d) to (N, H d)."""
+    size = q.shape[-1]
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and size % 8 == 0 and size <= 256 and bias is None:
+        return _varlen(q, k, v, packing, scale)
     outputs = []
-    for (m, count), part in zip(packing.groups, qkv.split(packing.row_counts), strict=True):
-        q, k, v = (p.transpose(1, 2) for p in block.split_heads(part.unflatten(0, (count, m))))
-        outputs.append(attend(q, k, v, scale=block.scale).transpose(1, 2).flatten(2).flatten(0, 1))
+    for (m, count), number, *parts in zip(
+        packing.groups, _groups_of(packing), *(part.split(packing.row_counts) for part in (q, k, v)), strict=True
+    ):
+        one, two, three = (part.unflatten(0, (count, m)).transpose(1, 2) for part in parts)
+        seen = None if bias is None else _bias_of(bias, number, m)
+        outputs.append(attend(one, two, three, scale=scale, bias=seen).transpose(1, 2).flatten(2).flatten(0, 1))
     return torch.cat(outputs)
 
 
-def _varlen(block: Block, qkv: Tensor, packing: Packing) -> Tensor:
+def _groups_of(packing: Packing) -> tuple[Tensor, ...]:
+    """The sequences of each group of equal lengths."""
+    return packing.sequence.split([count for _, count in packing.groups])
+
+
+def _bias_of(bias: Tensor, sequences: Tensor, m: int) -> Tensor:
+    """The bias of prefixes of length m of these sequences."""
+    return (bias if len(bias) == 1 else bias.index_select(0, sequences))[:, :, :m, :m]
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
     """The same in one kernel for all lengths (CUDA, half precision)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    q, k, v = (part.contiguous() for part in block.split_heads(qkv))
+    if k.shape[1] != q.shape[1]:
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+    q, k, v = (part.contiguous() for part in (q, k, v))
     bounds, longest = packing.bounds, packing.longest
-    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=block.scale)
+    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale)
     return out.flatten(1)  # type: ignore[union-attr]
 
 
-def last_layer(block: Block, rows_ND: Tensor, packing: Packing) -> Tensor:
-    """The last block at the end of each prefix only, (M, D) from (N, D).
+def last_layer(block: BlockProtocol, rows_ND: Tensor, packing: Packing, places: Places, absorbed: bool = False) -> Tensor:
+    """The last block at the end of each prefix only, (M, D) from (N, D)."""
+    last = packing.last_row
+    if absorbed:
+        with torch.autocast(rows_ND.device.type, enabled=False):  # few rows: full precision costs nothing, rounds once less
+            attended = _absorbed_attention(block, rows_ND, packing, last)
+    else:
+        q, k, v = block.project(rows_ND, places.row_ids)
+        attended = _last_attention(q[last], k, v, packing, block.scale, places.bias)
+    return block.finish(rows_ND[last], attended.to(rows_ND.dtype))
+
+
+def _last_attention(q_MHd: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, bias: Tensor | None) -> Tensor:
+    """Attention of one query per prefix over the keys and values (N, KV, d) of its rows: (M, H d)."""
+    outputs = []
+    counts = [count for _, count in packing.groups]
+    rows = packing.row_counts
+    for (m, count), number, one, two, three in zip(
+        packing.groups, _groups_of(packing), q_MHd.split(counts), k.split(rows), v.split(rows), strict=True
+    ):
+        keys, values = (part.unflatten(0, (count, m)).transpose(1, 2) for part in (two, three))
+        seen = None if bias is None else _bias_of(bias, number, m)[:, :, -1:]
+        outputs.append(attend(one[:, :, None], keys, values, scale=scale, bias=seen).flatten(1))
+    return torch.cat(outputs)
+
+
+def _absorbed_attention(block: Any, rows_ND: Tensor, packing: Packing, last: Tensor) -> Tensor:
+    """The same where the weights may be read, (M, D).
 
     Per head, q k_i = (W_K^T q) x_i + a constant, which softmax ignores, and sum_i a_i v_i = W_V (sum_i a_i x_i) + b_V: keys
     and values of the N rows are never computed.
     """
-    last = packing.last_row
-    with torch.autocast(rows_ND.device.type, enabled=False):  # few rows: full precision costs nothing and rounds once less
-        attended = _last_attention(block, at_least_fp32(block.norm_1(rows_ND)), packing, last)
-    return block.finish(rows_ND[last], attended.to(rows_ND.dtype))
-
-
-def _last_attention(block: Block, x_ND: Tensor, packing: Packing, last: Tensor) -> Tensor:
-    """Attention of each prefix's last row over its rows x (N, D), which are normed but not projected: (M, D)."""
-    w_q, w_k, w_v = at_least_fp32(block.qkv.weight).unflatten(0, (3, block.heads, -1)).unbind(0)  # (H, d, D) each
-    b_q, _, b_v = at_least_fp32(block.qkv.bias).unflatten(0, (3, block.heads, -1)).unbind(0)
-    q_MHd = torch.einsum("md,hed->mhe", x_ND[last], w_q) + b_q
+    x_ND = at_least_fp32(block.norm_1(rows_ND) if block.pre_norm else rows_ND)
+    w_q, w_k, w_v = _by_head(block, at_least_fp32(block.qkv.weight))  # (H, d, D) each
+    q_MHd = torch.einsum("md,hed->mhe", x_ND[last], w_q)
+    b_v = None
+    if block.qkv.bias is not None:
+        b_q, _, b_v = _by_head(block, at_least_fp32(block.qkv.bias))
+        q_MHd = q_MHd + b_q
     q_MHD = torch.einsum("mhe,hed->mhd", q_MHd * block.scale, w_k)
     context_MHD = query_attention(x_ND, q_MHD, packing)
-    return (torch.einsum("mhd,hed->mhe", context_MHD, w_v) + b_v).flatten(1)
+    attended = torch.einsum("mhd,hed->mhe", context_MHD, w_v)
+    return (attended if b_v is None else attended + b_v).flatten(1)
+
+
+def _by_head(block: Any, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of the q, k, v matrix (or its bias) as (H, d, ...) each; heads that share keys and values each have them."""
+    groups = [block.heads, block.kv_heads, block.kv_heads]
+    q, k, v = weights.unflatten(0, (sum(groups), -1)).split(groups)
+    if block.kv_heads != block.heads:
+        k, v = (part.repeat_interleave(block.heads // block.kv_heads, dim=0) for part in (k, v))
+    return q, k, v
 
 
 def query_attention(x_ND: Tensor, q_MHD: Tensor, packing: Packing) -> Tensor:

@@ -1,30 +1,43 @@
 """Generation on CUDA: the state of a cache at fixed shapes, so that a token is one replay of a CUDA graph.
 
 Sequences have room for `size` tokens; what stands past a sequence's end is computed or masked and never seen. A graph is
-recorded the second time its shapes come and kept for later calls, as long as the model's weights stay where they are.
+recorded the second time its shapes come and kept for later calls, as long as the model stays what it is and its weights where
+they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
 from entp.attention import attend
-from entp.engine.caches import DecoderCache
+from entp.engine.caches import DecoderCache, first_qkv, first_state
 from entp.engine.layout import Strided
-
-if TYPE_CHECKING:
-    from entp.model import Block, Transformer
+from entp.engine.protocol import ModelProtocol, attention_bias
+from entp.engine.support import Support, support_of
 
 SMALLEST = 64
 """Tokens per sequence of the smallest graph; beyond it they double, up to what is asked for."""
 MOST_KEPT, LARGEST_KEPT = 4, 65_536
 """Graphs kept per model for later calls, and the most rows of one: each holds its state and the memory of a step. Larger ones
 are recorded in every call, which costs them little."""
+
+
+class Prompts(NamedTuple):
+    """What a cache reads first."""
+
+    tokens: Tensor
+    """(B, T), 0 at padding."""
+    lengths: Tensor
+    """(B,), the longest T."""
+    position_ids: Tensor | None
+    """(B, T), or None for 0, 1, 2, ..."""
+    prefix: Tensor | None
+    """(B,) in mode prefix."""
 
 
 class _Key(NamedTuple):
@@ -34,7 +47,9 @@ class _Key(NamedTuple):
     batch: int
     size: int
     half: torch.dtype | None
-    weights: tuple[int, ...]
+    support: Support
+    """The state of the model."""
+    weights: tuple[tuple[int, bool], ...]
 
 
 class _Step:
@@ -44,24 +59,28 @@ class _Step:
     """Names of the tensors that a larger step takes over, each (..., tokens at `axis`, ...)."""
     axis: ClassVar[int]
 
-    def __init__(self, model: Transformer, batch: int, size: int, half: torch.dtype | None) -> None:
+    def __init__(self, model: ModelProtocol, batch: int, size: int, half: torch.dtype | None) -> None:
         self.batch, self.size, self.half = batch, size, half
-        self.device = next(model.parameters()).device
+        self.device = _weight(model).device
         self.length = torch.zeros(batch, dtype=torch.long, device=self.device)
-        self.new = torch.zeros_like(self.length)
+        self.new, self.own = torch.zeros_like(self.length), torch.zeros_like(self.length)
+        self.ids = torch.zeros(batch, size, dtype=torch.long, device=self.device)
         self.sequence = torch.arange(batch, device=self.device)
         self.graph: torch.cuda.CUDAGraph | None = None
+        # One stream each: with a graph, torch (2.12 and later) drops the cuBLAS workspaces of the stream it was captured on.
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.logits: Tensor | None = None
         self.used = 0
         self.owner: ReferenceType[Any] | Callable[[], None] = lambda: None
 
-    def append(self, model: Transformer, new_B: Tensor) -> Tensor:
+    def append(self, model: ModelProtocol, new_B: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Logits after one more token per sequence: eager the first time, then recorded, then replayed."""
         self.new.copy_(new_B)
+        self.own.copy_(self.length if position_ids is None else position_ids)
         self.used += 1
         if self.graph is None and self.used > 1 and self.device.type == "cuda":
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=self.stream):
                 self.logits = self._advance(model)
             self.graph = graph
         if self.graph is None:
@@ -73,19 +92,20 @@ class _Step:
     def take(self, smaller: _Step) -> None:
         """Continue where a smaller one has no more room."""
         self.length.copy_(smaller.length)
+        self.ids[:, : smaller.size].copy_(smaller.ids)
         for name in self.state:
             getattr(self, name).narrow(self.axis, 0, smaller.size).copy_(getattr(smaller, name))
 
-    def _advance(self, model: Transformer) -> Tensor:
+    def _advance(self, model: ModelProtocol) -> Tensor:
         """Logits after the tokens in `new`. Autocast's rounded weights belong to the caller: a graph must not keep them."""
         with torch.autocast(self.device.type, dtype=self.half, enabled=self.half is not None, cache_enabled=False):
             return self.add_token(model)
 
-    def read(self, model: Transformer, tokens_BT: Tensor, lengths_B: Tensor, prefix_B: Tensor | None) -> Tensor:
+    def read(self, model: ModelProtocol, prompts: Prompts) -> Tensor:
         """Forget everything, read the prompts, and return the logits after them."""
         raise NotImplementedError
 
-    def add_token(self, model: Transformer) -> Tensor:
+    def add_token(self, model: ModelProtocol) -> Tensor:
         """Change the state by the tokens in `new`, one more per sequence; the logits after them."""
         raise NotImplementedError
 
@@ -93,23 +113,23 @@ class _Step:
 class RecordedCache:
     """A cache (entp/engine/caches.py) whose steps are recorded."""
 
-    kept: ClassVar[WeakKeyDictionary[Transformer, dict[_Key, _Step]]] = WeakKeyDictionary()
+    kept: ClassVar[WeakKeyDictionary[ModelProtocol, dict[_Key, _Step]]] = WeakKeyDictionary()
 
-    def __init__(self, kind: type[_Step], model: Transformer, capacity: int, prefix_B: Tensor | None = None) -> None:
+    def __init__(self, kind: type[_Step], model: ModelProtocol, capacity: int, prefix_B: Tensor | None = None) -> None:
         self.kind, self.model, self.capacity, self.prefix = kind, model, capacity, prefix_B
 
-    def prefill(self, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
+    def prefill(self, tokens_BT: Tensor, lengths_B: Tensor, position_ids: Tensor | None = None) -> Tensor:
         self.longest = tokens_BT.shape[1]
         self.step = self._step_for(len(tokens_BT))
-        return self.step.read(self.model, tokens_BT, lengths_B, self.prefix)
+        return self.step.read(self.model, Prompts(tokens_BT, lengths_B, position_ids, self.prefix))
 
-    def append(self, new_B: Tensor) -> Tensor:
+    def append(self, new_B: Tensor, position_ids: Tensor | None = None) -> Tensor:
         self.longest += 1
         if self.longest > self.step.size:
             larger = self._step_for(self.step.batch)
             larger.take(self.step)
             self.step = larger
-        return self.step.append(self.model, new_B)
+        return self.step.append(self.model, new_B, position_ids)
 
     def _step_for(self, batch: int) -> _Step:
         """A step with room for the longest sequence: one that was recorded before and is not in use, or a new one."""
@@ -117,10 +137,13 @@ class RecordedCache:
         while size < self.longest:
             size *= 2
         size = min(size, max(self.capacity, self.longest))
-        device = next(model.parameters()).device.type
+        device = _weight(model).device.type
         half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        key = _Key(self.kind, batch, size, half, tuple(p.data_ptr() for p in model.parameters()))
+        support = support_of(model)
+        key = _Key(self.kind, batch, size, half, support, tuple(support.fingerprint.weights()))
         steps = self.kept.setdefault(model, {})
+        for old in [old for old in steps if old.support is not support]:  # the model has changed since
+            del steps[old]
         step = steps.get(key)
         if step is None or step.owner() is not None:
             step = self.kind(model, batch, size, half)
@@ -133,34 +156,51 @@ class RecordedCache:
         return step
 
 
+def _weight(model: Any) -> Tensor:
+    """Any of the weights: its type and device are those of all."""
+    return next(model.parameters())
+
+
 class DecoderStep(_Step):
-    """Keys and values of every layer, (L, B, H, size, d) each, as DecoderCache keeps them."""
+    """Keys and values of every layer, (L, B, KV, size, d) each, as DecoderCache keeps them."""
 
     state, axis = ("keys", "values"), 3
 
-    def __init__(self, model: Transformer, batch: int, size: int, half: torch.dtype | None) -> None:
-        super().__init__(model, batch, size, half)
-        config, weight = model.config, next(model.parameters())
-        shape = (config.layers, batch, config.heads, size, config.width // config.heads)
-        self.keys, self.values = (torch.zeros(shape, dtype=half or weight.dtype, device=self.device) for _ in range(2))
-
-    def read(self, model: Transformer, tokens_BT: Tensor, lengths_B: Tensor, prefix_B: Tensor | None) -> Tensor:
-        plain = DecoderCache(model, self.size, prefix_B)
-        logits = plain.prefill(tokens_BT, lengths_B)
-        self.length.copy_(lengths_B)
+    def read(self, model: ModelProtocol, prompts: Prompts) -> Tensor:
+        plain = DecoderCache(model, self.size, prompts.prefix)
+        logits = plain.prefill(prompts.tokens, prompts.lengths, prompts.position_ids)
+        self.length.copy_(prompts.lengths)
+        if plain.ids is not None:
+            self.ids.copy_(plain.ids)
+        if not hasattr(self, "keys"):
+            self.make_room(plain.keys)
         for layer, (k, v) in enumerate(zip(plain.keys, plain.values, strict=True)):
             self.keys[layer].copy_(k)
             self.values[layer].copy_(v)
         return logits
 
-    def add_token(self, model: Transformer) -> Tensor:
-        at = self.length
+    def make_room(self, like: list[Tensor]) -> None:
+        """Memory for keys and values of every layer, for heads and numbers as in these keys (B, KV, any, d)."""
+        batch, heads, _, size = like[0].shape
+        shape = (len(like), batch, heads, self.size, size)
+        self.keys, self.values = (torch.zeros(shape, dtype=like[0].dtype, device=self.device) for _ in range(2))
+
+    def take(self, smaller: _Step) -> None:
+        assert isinstance(smaller, DecoderStep)
+        if not hasattr(self, "keys"):
+            self.make_room(list(smaller.keys))
+        super().take(smaller)
+
+    def add_token(self, model: ModelProtocol) -> Tensor:
+        at, own = self.length, self.own[:, None]
+        self.ids[self.sequence, at] = self.own
         seen = (torch.arange(self.size, device=self.device) <= at[:, None])[:, None, None]
-        h = model.embed(self.new[:, None], start=at)
-        for block, keys, values in zip(cast("list[Block]", list(model.blocks)), self.keys, self.values, strict=True):
-            q, k, v = block.split_heads(block.qkv(block.norm_1(h)))  # (B, 1, H, d) each
+        bias = attention_bias(model, own, self.ids)
+        h = model.embed(self.new[:, None], own)
+        for block, keys, values in zip(model.stack(), self.keys, self.values, strict=True):
+            q, k, v = block.project(h, own)  # (B, 1, H or KV, d) each
             keys[self.sequence, :, at], values[self.sequence, :, at] = k[:, 0], v[:, 0]
-            attended = attend(q.transpose(1, 2), keys, values, scale=block.scale, mask=seen)
+            attended = attend(q.transpose(1, 2), keys, values, scale=block.scale, mask=seen, bias=bias)
             h = block.finish(h, attended.transpose(1, 2).flatten(2))
         at += 1
         return model.readout(h[:, 0])
@@ -174,39 +214,40 @@ class EntpStep(_Step):
 
     state, axis = ("h", "q", "k", "v", "o", "z"), 1
 
-    def __init__(self, model: Transformer, batch: int, size: int, half: torch.dtype | None) -> None:
+    def __init__(self, model: ModelProtocol, batch: int, size: int, half: torch.dtype | None) -> None:
         super().__init__(model, batch, size, half)
-        width, heads, weight = model.config.width, model.config.heads, next(model.parameters())
+        width, heads, weight = model.width, model.stack()[0].heads, _weight(model)
         self.h = weight.new_zeros(batch, size, width)
         self.q, self.k, self.v, self.o = (weight.new_zeros(batch, size, heads, width // heads) for _ in range(4))
         self.z = weight.new_zeros(batch, size, heads)
         self.packing = Strided(self.length, size)
 
-    def read(self, model: Transformer, tokens_BT: Tensor, lengths_B: Tensor, prefix_B: Tensor | None) -> Tensor:
-        before = lengths_B - 1
+    def read(self, model: ModelProtocol, prompts: Prompts) -> Tensor:
+        before = prompts.lengths - 1
         self.length.copy_(before)
-        time = tokens_BT.shape[1] - 1
+        time = prompts.tokens.shape[1] - 1
+        last = prompts.position_ids
         if time:
-            h = model.embed(tokens_BT[:, :time])
-            q, k, v = self._qkv(model, h)
-            padding = (torch.arange(time, device=h.device) >= before[:, None])[:, None, None]
-            with torch.autocast(h.device.type, enabled=False):
-                scores = torch.einsum("bihd,bjhd->bhij", q, k).masked_fill(padding, float("-inf"))
-                z = scores.logsumexp(-1)
-                weight = torch.exp(scores - z[..., None]).nan_to_num(0.0)  # a prompt of one token has no state yet
-                o = torch.einsum("bhij,bjhd->bihd", weight, v)
-            for kept, value in ((self.h, h), (self.q, q), (self.k, k), (self.v, v), (self.o, o), (self.z, z.transpose(1, 2))):
+            ids = None if last is None else last[:, :time]
+            h = model.embed(prompts.tokens[:, :time], ids)
+            places = torch.arange(time, device=h.device) if ids is None else ids
+            q, k, v = first_qkv(model, h, places)
+            z, o = first_state(q, k, v, None, before)
+            self.ids[:, :time] = places
+            for kept, value in ((self.h, h), (self.q, q), (self.k, k), (self.v, v), (self.o, o), (self.z, z)):
                 kept[:, :time] = value
-        return self.append(model, tokens_BT.gather(1, before[:, None])[:, 0])
+        own = None if last is None else last.gather(1, before[:, None])[:, 0]
+        return self.append(model, prompts.tokens.gather(1, before[:, None])[:, 0], own)
 
-    def add_token(self, model: Transformer) -> Tensor:
+    def add_token(self, model: ModelProtocol) -> Tensor:
         from entp.engine.triton.stack import from_first_layer
 
-        at, sequence = self.length, self.sequence
-        h = model.embed(self.new[:, None], start=at)
-        q, k, v = self._qkv(model, h)
+        at, sequence, own = self.length, self.sequence, self.own[:, None]
+        h = model.embed(self.new[:, None], own)
+        q, k, v = (part.to(self.h.dtype) for part in first_qkv(model, h, own))
         for kept, value in ((self.h, h), (self.q, q), (self.k, k), (self.v, v)):
             kept[sequence, at] = value[:, 0].to(kept.dtype)
+        self.ids[sequence, at] = self.own
         with torch.autocast(h.device.type, enabled=False):  # it would round the state to half precision
             score = (self.q * k).sum(-1)
             self.z.copy_(torch.logaddexp(self.z, score))
@@ -218,10 +259,5 @@ class EntpStep(_Step):
             self.o[sequence, at] = (torch.exp(scores - z[:, None])[..., None] * self.v).sum(1)
         at += 1
         self.packing.moved()
-        return model.readout(from_first_layer(model, self.h.flatten(0, 1), self.o.flatten(2).flatten(0, 1), self.packing))
-
-    def _qkv(self, model: Transformer, h_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Layer 1's scaled q, and k and v, (B, T, H, d) each, in the state's precision."""
-        block = cast("Block", model.blocks[0])
-        q, k, v = block.split_heads(block.qkv(block.norm_1(h_BTD)).to(self.h.dtype))
-        return q * block.scale, k, v
+        rows, attended = self.h.flatten(0, 1), self.o.flatten(2).flatten(0, 1)
+        return model.readout(from_first_layer(model, rows, attended, self.packing, self.ids.flatten()))

@@ -22,16 +22,27 @@ BLOCK = 16
 """Lengths handled together."""
 
 
-def running_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
-    """Attention of token i over keys 0..m-1 for every row (prefix of length m, token i): (N, H d) from (B, H, T, d)."""
+def running_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, bias: Tensor | None = None) -> Tensor:
+    """Attention of token i over keys 0..m-1 for every row (prefix of length m, token i): (N, H d) from (B, H, T, d).
+
+    k and v may have fewer heads, shared by groups. bias: (B or 1, H, T, T), added to the scores.
+    """
+    kind = v.dtype
+    if k.shape[1] != q.shape[1]:
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
     wide = (at_least_fp32(part) for part in (q, k, v))
-    return _RunningAttention.apply(*wide, packing, scale).to(v.dtype)
+    bias = None if bias is None else at_least_fp32(bias)
+    return _RunningAttention.apply(*wide, bias, packing, scale).to(kind)
 
 
 class _RunningAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, packing: Packing, scale: float
+    ) -> Tensor:
         scores = (q * scale) @ k.transpose(-1, -2)
+        if bias is not None:
+            scores += bias
         total = torch.logcumsumexp(scores, dim=-1)  # z of length m at m - 1
         state, pieces = torch.zeros_like(v), []
         for keys, ends, rows in _blocks(packing, scores):
@@ -42,12 +53,12 @@ class _RunningAttention(torch.autograd.Function):
             state = kept + torch.exp(scores[..., keys] - after) @ v[:, :, keys]
         out = torch.cat(pieces)
         ctx.save_for_backward(q, k, v, scores, total, out)
-        ctx.packing, ctx.scale = packing, scale
+        ctx.packing, ctx.scale, ctx.bias = packing, scale, None if bias is None else bias.shape
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[no-untyped-def]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
         q, k, v, scores, total, out = ctx.saved_tensors
         d_scores, d_v = torch.empty_like(scores), torch.empty_like(v)
         later = torch.zeros_like(v)  # sum over later lengths of exp(z here - z there) g
@@ -65,7 +76,8 @@ class _RunningAttention(torch.autograd.Function):
                 later, inner = later * decay, inner * decay
             if len(ends):
                 _block_gradients(scores, total, v, keys, ends, rows, (g, go), (d_scores, d_v, later, inner), before)
-        return ctx.scale * (d_scores @ k), ctx.scale * (d_scores.mT @ q), d_v, None, None
+        d_bias = None if ctx.bias is None else d_scores.sum_to_size(ctx.bias)
+        return ctx.scale * (d_scores @ k), ctx.scale * (d_scores.mT @ q), d_v, d_bias, None, None
 
 
 def _blocks(packing: Packing, scores: Tensor) -> list[tuple[slice, Tensor, Tensor]]:

@@ -54,17 +54,18 @@ VOCAB = 4
 class StreamingDecoder(DecoderCache):
     """The decoder's cache with attention in O(D) memory, for one sequence: the same logits."""
 
-    def prefill(self, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
+    def prefill(self, tokens_BT: Tensor, lengths_B: Tensor, position_ids: Tensor | None = None) -> Tensor:
         if len(tokens_BT) != 1:
             raise InputError(f"the decoder in O(D) memory continues one sequence, got {len(tokens_BT)}.")
-        return super().prefill(tokens_BT, lengths_B)
+        return super().prefill(tokens_BT, lengths_B, position_ids)
 
-    def append(self, new_B: Tensor) -> Tensor:
+    def append(self, new_B: Tensor, position_ids: Tensor | None = None) -> Tensor:
         at, n = self.lengths, self.longest + 1
         self.lengths, self.longest = at + 1, n
-        h = self.model.embed(new_B[:, None], start=at)
+        own = (at if position_ids is None else position_ids)[:, None]
+        h = self.model.embed(new_B[:, None], own)
         for block, keys, values in zip(self.blocks, self.keys, self.values, strict=True):
-            q, k, v = (part[0, 0] for part in block.split_heads(block.qkv(block.norm_1(h))))  # (H, d) each
+            q, k, v = (part[0, 0] for part in block.project(h, own))  # (H, d) each
             keys[0, :, n - 1], values[0, :, n - 1] = k, v
             known = zip(q[:, None], keys[0, :, :n], values[0, :, :n], strict=True)
             attended = [attend_streaming(*one, scale=block.scale) for one in known]  # head by head

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from entp.config import MODES, ModelConfig
-from entp.engine.api import check_inputs
+from entp.engine.api import masked_hidden
+from entp.engine.arguments import check_inputs
 from entp.errors import InputError, one_of
 from entp.model import Block, Transformer
 
@@ -84,7 +85,7 @@ def random_transformer(seed: int, *, width: int = 8, **config: Any) -> Transform
                 p.add_(0.3 * torch.randn_like(p))
             assert model.read_in is not None
             model.read_in.weight.add_(torch.eye(*model.read_in.weight.shape))
-            if model.config.position != "none":
+            if model.config.has_limit:
                 model.set_positions(torch.randn(model.config.positions, width))
     return model.requires_grad_(False)
 
@@ -176,7 +177,7 @@ def order_matters(model: Transformer, seed: int = 0) -> Finding:
     model: any encoder with p1 = p2, or without positions. D~(x1, x2, x3)_3 - D~(x2, x1, x3)_3 is exactly (x1 - x2) / 3.
     """
     size = _vector_size(model, reads=3)
-    if model.config.position != "none" and not torch.equal(model.positions[0], model.positions[1]):
+    if model.config.has_limit and not torch.equal(model.positions[0], model.positions[1]):
         raise InputError("this encoder has p1 != p2, so order may matter to it: give one with p1 = p2 or position='none'.")
     x = _draw(seed, 3, size)
     swapped = x[[1, 0, 2]]
@@ -257,11 +258,11 @@ def causal_model(model: Transformer, x: Tensor, mode: str = "entp", prefix: int 
     """
     if mode not in MODES:
         raise one_of("mode", mode, MODES)
-    x, _ = check_inputs(model, x, None)
+    x, *_ = check_inputs(model, x)
     ends = []
     for n in range(1, x.shape[1] + 1):
-        first = n if mode == "entp" else prefix
-        ends.append(model.hidden(x[:, :n], "decoder" if mode == "decoder" else "prefix", prefix=first)[:, -1])
+        start = x[:, :n]
+        ends.append((model.encode(start) if mode == "entp" else masked_hidden(model, start, mode, prefix=prefix))[:, -1])
     return model.readout(torch.stack(ends, 1))
 
 
@@ -302,7 +303,7 @@ def _vector_size(model: Transformer, reads: int) -> int:
     """The size of the model's inputs; InputError unless it can read so many float64 vectors."""
     if model.config.input_dim is None or next(model.parameters()).dtype != torch.float64:
         raise InputError("the theorems are about models that read vectors, compared in float64: set input_dim, use double().")
-    if model.config.position != "none" and model.config.positions < reads:
+    if model.config.has_limit and model.config.positions < reads:
         told = f"the model needs as many positions, and has {model.config.positions}"
         raise InputError(f"the statement is about {reads} vectors in a row: {told}.")
     return model.config.input_dim
@@ -310,7 +311,7 @@ def _vector_size(model: Transformer, reads: int) -> int:
 
 def _made_up(model: Transformer) -> Tensor:
     """The step from an input at position 1 to the one at position 2 that is embedded as the same vector."""
-    if model.config.position == "none" or torch.equal(model.positions[0], model.positions[1]):
+    if not model.config.has_limit or torch.equal(model.positions[0], model.positions[1]):
         raise InputError("this model has p1 = p2: the statement is about models with p1 != p2.")
     assert model.read_in is not None
     weight, gap = model.read_in.weight, model.positions[0] - model.positions[1]
@@ -327,7 +328,7 @@ def _made_up(model: Transformer) -> Tensor:
 
 def _encode(model: Transformer, x_TD: Tensor) -> Tensor:
     """E(x_1..x_T)_T."""
-    return model.readout(model.hidden(x_TD[None], "prefix", prefix=len(x_TD))[0, -1])
+    return model.readout(model.encode(x_TD[None])[0, -1])
 
 
 def _draw(seed: int, count: int, size: int) -> Tensor:

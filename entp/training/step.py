@@ -20,6 +20,7 @@ from entp.config import Run
 from entp.engine.api import choose
 from entp.engine.budget import step_token_budget
 from entp.engine.layout import pack, positions_of, rows_of, split, trim, whole_sequences
+from entp.engine.support import Support, support_of
 from entp.model import Transformer
 from entp.tasks.base import IGNORE, Batch
 from entp.training import checkpoint
@@ -268,11 +269,15 @@ class Stepper:
         self.now = run.at(state.step)
         self.selection: Selection | None = None
         """The choice of predictions that the graphs belong to, as they belong to `now`, the start or the run."""
+        self.model: tuple[Support, list[tuple[int, bool]]] | None = None
+        """The state of the model that they belong to, and where its weights are."""
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Batch, stop: bool = False) -> tuple[Tensor, Tensor, bool]:
         """As train_step. On CUDA the loss and norm returned are overwritten by the next step."""
         now = self.run.at(self.state.step)
+        if self.stream is not None:
+            self._forget_another_model()
         if self.stream is None or not self._can_record(now, batch):
             return train_step(self.run, self.state, batch, self.device, self.world, stop)
         _prepare(self.run, self.state, batch, self.device, self.world)
@@ -292,6 +297,15 @@ class Stepper:
             self.graphs[key] = _Recorded(now, self.state, inputs, self.world, self.stream)
         return *self.graphs[key].replay(self.run, self.state, batch), stop
 
+    def _forget_another_model(self) -> None:
+        """Drop all graphs if the model was changed, or its weights moved, since they were captured."""
+        support = support_of(self.state.model)
+        model = support, support.fingerprint.weights()
+        if model != self.model:
+            self.model = model
+            self.graphs.clear()
+            self.seen.clear()
+
     def warm_up(self) -> None:
         """Have everything compiled and tuned that steps need on CUDA, without changing anything: their gradients, unused."""
         plain = replace(self.state, selection=None)  # a choice would note the errors it sees
@@ -305,8 +319,10 @@ class Stepper:
             torch.cuda.synchronize(self.device)
 
     def _can_record(self, run: Run, batch: Batch) -> bool:
-        """One process, no padding, and an engine that does not wait for the device."""
+        """One process, no padding, a model without hooks, and an engine that does not wait for the device."""
         if not run.train.graph or self.world.size > 1 or batch.lengths is not None:
+            return False
+        if self.model is None or not self.model[0].graphs:
             return False
         with rounding(run, self.device):
             return run.mode != "entp" or choose(run.train.impl, self.device, self.state.model).impl == "triton"

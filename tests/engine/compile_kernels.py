@@ -72,13 +72,13 @@ def row_kernels(width: int) -> dict[str, int]:
     base = {**dict.fromkeys(wide.split(), "*fp32"), **dict.fromkeys(half.split(), "*bf16")}
     base |= {"index": "*i32", "row_of": "*i32", "targets": "*i64", "ids": "*i64"}
     last_kind = {"KIND": 2, "NORM": True, **tile}
-    back = {"WIDE": tl.float32, "GELU": True, "AGAIN": True}
+    back = {"WIDE": tl.float32, "KIND": 1, "AGAIN": True}
     scan = {"SCALE": 0.1, "WIDE": tl.float32, "TOKENS": running.TOKENS, "DP": 64}
     return {
         "add_norm": shared(rows._add_norm, base, {"EPS": 1e-5, **last_kind}, warps[0]),
         "add_norm_backward": shared(rows._add_norm_backward, base, {**last_kind, **down}, warps[1]),
         "first": shared(rows._first_add_norm_backward, {**base, "dh_out": "*fp32"}, {"NORM": True, **tile}, warps[0]),
-        "activate": shared(mlp._activate, base, {"WIDE": tl.float32, "GELU": True, "R": 8, "C": 512}, 8),
+        "activate": shared(mlp._activate, base, {"WIDE": tl.float32, "KIND": 1, "R": 8, "C": 512}, 8),
         "activate_backward": shared(mlp._activate_backward, base, {**back, "R": 16, "C": 512, "STAGES": 2}),
         "activate_backward of few columns": shared(mlp._activate_backward, base, {**back, "R": 32, "C": 128, "STAGES": 3}),
         "column_sums": shared(rows._column_sums, {**base, "out": "*fp32"}, {"R": 1024, "C": 8}, 8),

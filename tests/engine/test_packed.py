@@ -55,11 +55,16 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     config: dict[str, Any] = {
         "layers": draw(st.integers(1, 4)),
         "heads": draw(st.sampled_from([1, 2, 4])),
-        "norm": draw(st.sampled_from(["layer", "layer", "none"])),
-        "activation": draw(st.sampled_from(["gelu", "relu"])),
-        "position": draw(st.sampled_from(["learned", "none", "given"])),
+        "norm": draw(st.sampled_from(["layer", "rms", "none"])),
+        "norm_placement": draw(st.sampled_from(["pre", "pre", "post"])),
+        "activation": draw(st.sampled_from(["gelu", "gelu-exact", "relu", "silu", "swiglu"])),
+        "position": draw(st.sampled_from(["learned", "sinusoidal", "rotary", "relative", "none", "given"])),
         "scale": draw(st.sampled_from(["sqrt", "one"])),
+        "bias": draw(st.booleans()),
+        "tied_head": draw(st.booleans()),
+        "loops": draw(st.sampled_from([1, 1, 2])),
     }
+    config["kv_heads"] = draw(st.sampled_from([None, *(n for n in (1, 2, 4) if config["heads"] % n == 0)]))
     if draw(st.booleans()):
         config["input_dim"] = 3
     elif draw(st.booleans()):
@@ -81,15 +86,18 @@ def questions(draw: st.DrawFn) -> dict[str, Any]:
     elif kind != "all":
         chance = {"empty mask": 0.0, "sparse mask": 0.1, "mask": 0.6}[kind]
         at = torch.rand(batch, time, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) < chance
-    return {"batch": batch, "time": time, "lengths": lengths, "at": at}
+    ids = None
+    if draw(st.booleans()):
+        ids = torch.randint(40, (batch, time), generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+    return {"batch": batch, "time": time, "lengths": lengths, "at": at, "position_ids": ids}
 
 
 @given(configs(), questions(), st.integers(0, 1000))
-@settings(max_examples=80)
+@settings(max_examples=150)
 def test_packed_is_the_reference(config: dict[str, Any], question: dict[str, Any], seed: int) -> None:
     model = random_model(seed, **config)
     x = random_inputs(model, question["batch"], question["time"], seed)
-    asked = {"at": question["at"], "lengths": question["lengths"]}
+    asked = {name: question[name] for name in ("at", "lengths", "position_ids")}
     assert_same(results(model, x, impl="packed", **asked), results(model, x, impl="reference", **asked))
 
 
@@ -327,19 +335,22 @@ def test_last_layer_is_the_block_at_the_end_of_each_prefix(heads: int) -> None:
     wanted = torch.rand(2, 9, generator=torch.Generator().manual_seed(1)) < 0.5
     packing = pack(wanted)
     rows = torch.randn(packing.rows, 8, dtype=torch.float64)
-    got = packed.last_layer(block, rows, packing)  # type: ignore[arg-type]
+    model = random_model(heads=heads)
     prefixes = rows.split(packing.length.tolist())
-    expected = torch.stack([block(prefix[None], None, False)[0, -1] for prefix in prefixes])
-    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+    expected = torch.stack([block(prefix[None], torch.arange(len(prefix)))[0, -1] for prefix in prefixes])
+    for absorbed in (True, False):
+        got = packed.last_layer(block, rows, packing, packed.places_of(model, packing, None), absorbed)  # type: ignore[arg-type]
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
 
 
 def test_first_layer_is_the_block_on_each_prefix() -> None:
-    block = random_model().blocks[0]
+    model = random_model()
+    block = model.blocks[0]
     wanted = torch.rand(2, 19, generator=torch.Generator().manual_seed(1)) < 0.5
     packing, h = pack(wanted), torch.randn(2, 19, 8, dtype=torch.float64)
-    got = packed.first_layer(block, h, packing)  # type: ignore[arg-type]
+    got = packed.first_layer(block, h, packing, packed.places_of(model, packing, None))  # type: ignore[arg-type]
     ends = zip(packing.sequence.tolist(), packing.length.tolist(), strict=True)
-    expected = torch.cat([block(h[b : b + 1, :m], None, False)[0] for b, m in ends])
+    expected = torch.cat([block(h[b : b + 1, :m], torch.arange(m))[0] for b, m in ends])
     torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
 
 
@@ -347,7 +358,7 @@ def test_prefixes_come_back_sequence_by_sequence() -> None:
     model = random_model(layers=3)
     x = random_inputs(model, 3, 7)
     wanted = torch.rand(3, 7, generator=torch.Generator().manual_seed(2)) < 0.5
-    expected = torch.stack([model.hidden(x[b : b + 1, : t + 1], "prefix", prefix=t + 1)[0, -1] for b, t in wanted.nonzero()])
+    expected = torch.stack([model.encode(x[b : b + 1, : t + 1])[0, -1] for b, t in wanted.nonzero()])
     for engine in (packed, reference):
         torch.testing.assert_close(engine.prefix_hidden(model, x, wanted), expected, rtol=1e-11, atol=1e-12)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from entp.engine.layout import Packing, pack
 
 pytest.importorskip("triton")
-from entp.engine.triton import loss, mlp, rows
+from entp.engine.triton import loss, mlp, rotary, rows
 from entp.engine.triton.embed import embed
 from entp.engine.triton.linear import linear, norm_linear
 from entp.engine.triton.rows import Norm
@@ -33,7 +33,8 @@ EXAMPLES = 6 if DEVICE == "cpu" else 4
 """A GPU has to compile kernels for nearly every one of them."""
 CLOSE = 1e-9
 """Largest deviation allowed in float64, see worst."""
-NORMS = [Norm(True, 1e-5), Norm(False, 0.0)]
+NORMS = [Norm(rows.LAYER, 1e-5), Norm(rows.NONE, 0.0), Norm(rows.RMS, 1e-5)]
+ACTIVATIONS = [mlp.RELU, mlp.GELU, mlp.SILU]
 WIDTHS = [1, 5, 16, 33, 100]
 
 
@@ -145,8 +146,8 @@ def test_programs_that_take_several_tiles(norm: Norm, monkeypatch: pytest.Monkey
     assert worst(with_gradients(kernel_add_norm, inputs, norm), want) < CLOSE
     monkeypatch.setattr(mlp, "_programs", lambda _: 4)
     inputs = [numbers(73 * 2, 150, seed=3), numbers(150, seed=4), numbers(6, 150, seed=5)]
-    want = with_gradients(mlp.plain_activated_linear, inputs, norm.layer)
-    assert worst(with_gradients(kernel_activated, inputs, norm.layer, False), want) < CLOSE
+    want = with_gradients(mlp.plain_activated_linear, inputs, norm.kind)
+    assert worst(with_gradients(kernel_activated, inputs, norm.kind, False), want) < CLOSE
 
 
 @settings(max_examples=EXAMPLES)
@@ -174,7 +175,7 @@ def test_last_add_norm(batch: int, time: int, width: int, norm: Norm, seed: int)
 @given(st.integers(1, 70), st.sampled_from(WIDTHS), st.sampled_from(NORMS), st.integers(0, 99))
 def test_normed(count: int, width: int, norm: Norm, seed: int) -> None:
     def plain(h: Tensor) -> Tensor:
-        return F.layer_norm(h, h.shape[-1:], eps=norm.eps) if norm.layer else h
+        return rows.plain_norm(h, norm)
 
     inputs = [numbers(count, width, seed=seed, size=3.0)]
     assert worst(with_gradients(rows.normed, inputs, norm, torch.float64), with_gradients(plain, inputs)) < CLOSE
@@ -190,25 +191,27 @@ def test_norm_of_rows_far_from_zero() -> None:
 # Activation
 
 
-def kernel_activated(u: Tensor, bias: Tensor, w: Tensor, gelu: bool, keep: bool) -> Tensor:
-    return mlp.activated_linear(u, bias, w, gelu, keep=keep)
+def kernel_activated(u: Tensor, bias: Tensor, w: Tensor, kind: int, keep: bool) -> Tensor:
+    return mlp.activated_linear(u, bias, w, kind, keep=keep)
 
 
 @settings(max_examples=EXAMPLES)
-@given(st.integers(1, 40), st.sampled_from([1, 20, 128, 129, 512]), st.booleans(), st.booleans(), st.integers(0, 99))
-def test_activated_linear(count: int, width: int, gelu: bool, keep: bool, seed: int) -> None:
+@given(
+    st.integers(1, 40), st.sampled_from([1, 20, 128, 129, 512]), st.sampled_from(ACTIVATIONS), st.booleans(), st.integers(0, 99)
+)
+def test_activated_linear(count: int, width: int, kind: int, keep: bool, seed: int) -> None:
     inputs = [numbers(count, width, seed=seed, size=2.0), numbers(width, seed=seed + 1), numbers(7, width, seed=seed + 2)]
-    want = with_gradients(mlp.plain_activated_linear, inputs, gelu)
-    assert worst(with_gradients(kernel_activated, inputs, gelu, keep), want) < CLOSE
+    want = with_gradients(mlp.plain_activated_linear, inputs, kind)
+    assert worst(with_gradients(kernel_activated, inputs, kind, keep), want) < CLOSE
 
 
-@pytest.mark.parametrize("gelu", [True, False])
-def test_activation_of_extreme_numbers(gelu: bool) -> None:
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activation_of_extreme_numbers(kind: int) -> None:
     u = torch.tensor([[-1e4, -50.0, 0.0, 50.0, 1e4]], device=DEVICE, dtype=torch.float64)
     inputs = [u, numbers(5, seed=0, size=1e-3), numbers(3, 5, seed=1)]
-    got = with_gradients(kernel_activated, inputs, gelu, False)
+    got = with_gradients(kernel_activated, inputs, kind, False)
     assert all(bool(t.isfinite().all()) for t in got)
-    assert worst(got, with_gradients(mlp.plain_activated_linear, inputs, gelu)) < CLOSE
+    assert worst(got, with_gradients(mlp.plain_activated_linear, inputs, kind)) < CLOSE
 
 
 # Folding of a norm into a matrix, and products
@@ -266,15 +269,15 @@ def test_norm_linear(count: int, width: int, outputs: int, normed: bool, seed: i
 
 
 @settings(max_examples=EXAMPLES)
-@given(st.integers(1, 20), st.sampled_from([5, 24]), st.booleans(), st.booleans(), st.integers(0, 99))
-def test_norm_linear_and_activation(count: int, width: int, normed: bool, gelu: bool, seed: int) -> None:
+@given(st.integers(1, 20), st.sampled_from([5, 24]), st.booleans(), st.sampled_from(ACTIVATIONS), st.integers(0, 99))
+def test_norm_linear_and_activation(count: int, width: int, normed: bool, kind: int, seed: int) -> None:
     """The two as the MLP uses them: the activation adds the bias, whose gradient reaches bias, matrix and shift."""
     layer, norm = layers(width, 4 * width, seed, normed)
     x = numbers(count, width, seed=seed).requires_grad_()
     leaves = [x, *layer.parameters(), *norm.parameters()]
     w = numbers(3, 4 * width, seed=seed + 1)
-    got = mlp.activated_linear(*norm_linear(x, layer, norm), w, gelu, keep=True)
-    want = mlp.plain_activated_linear(layer(gain_and_shift(x, norm)), torch.zeros_like(layer.bias), w, gelu)
+    got = mlp.activated_linear(*norm_linear(x, layer, norm), w, kind, keep=True)
+    want = mlp.plain_activated_linear(layer(gain_and_shift(x, norm)), torch.zeros_like(layer.bias), w, kind)
     assert worst(results(got, leaves), results(want, leaves)) < CLOSE
 
 
@@ -356,3 +359,39 @@ def test_cross_entropy_of_half_precision_logits_is_summed_in_float32() -> None:
     assert gradient.dtype == torch.bfloat16
     assert worst([got], [want]) < 1e-6
     assert worst([gradient], [plain_gradient]) < 2**-8
+
+
+# Rotary positions
+
+
+def rotation(size: int, count: int, seed: int) -> rotary.Rotation:
+    """A table of random angles, and which of them each row takes."""
+    angle = numbers(7, size // 2, seed=seed, size=3.0)
+    index = torch.randint(7, (count,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    return rotary.Rotation(angle.cos(), angle.sin(), index)
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.integers(1, 40), st.sampled_from([1, 2, 3]), st.sampled_from([2, 6, 32]), st.integers(0, 99))
+@example(1100, 3, 2, 0)
+def test_rotate(count: int, heads: int, size: int, seed: int) -> None:
+    """Rows, and both gradients: that of the bias is of what was added before the turn."""
+    turn = rotation(size, count, seed)
+
+    def kernel(qkv: Tensor, bias: Tensor) -> Tensor:
+        turned, passed = rotary.rotate(qkv + bias.detach(), bias, turn)
+        return turned + (passed - passed.detach())  # attention gives the bias its gradient this way
+
+    inputs = [numbers(count, 3 * heads * size, seed=seed), numbers(3 * heads * size, seed=seed + 1)]
+    want = with_gradients(lambda qkv, bias: rotary.plain_rotate(qkv + bias, turn, heads), inputs)
+    assert worst(with_gradients(kernel, inputs), want) < CLOSE
+
+
+def test_rotate_rounds_half_precision_once() -> None:
+    turn = rotation(16, 30, 0)
+    half = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter cuts bfloat16 off instead of rounding it
+    qkv = numbers(30, 96, seed=0).to(half)
+    exact = rotary.plain_rotate(qkv.double(), turn, 2)
+    single = rotary.Rotation(turn.cos.float(), turn.sin.float(), turn.which)
+    got, _ = rotary.rotate(qkv.clone(), torch.zeros(96, device=DEVICE), single)
+    assert ((got.double() - exact).abs() <= torch.finfo(half).eps / 2 * exact.abs() + 1e-6).all()

@@ -329,7 +329,7 @@ def test_a_decoder_is_its_causal_model(kind: dict[str, Any], seed: int) -> None:
     model = random_model(seed, **kind)
     x = random_inputs(model, 2, 9, seed)
     assert decoder_is_causal(model, x).holds
-    once = model.hidden(x, "prefix", prefix=9)  # an encoder that reads everything once is not its causal model
+    once = model.encode(x)  # an encoder that reads everything once is not its causal model
     assert (model.readout(once) - causal_model(model, x, "entp"))[:, :-1].abs().max() > 1e-3
 
 
@@ -387,5 +387,5 @@ def test_findings_fail_where_the_statement_does() -> None:
     broken.head.weight[0, 0] = float("nan")
     assert not order_matters(broken).holds
     leaky = random_model(layers=2)
-    leaky.hidden = lambda x, mode, **options: Transformer.hidden(leaky, x, "prefix", prefix=x.shape[1])  # type: ignore[method-assign]
+    leaky.encode = lambda x, *ids, **masks: Transformer.encode(leaky, x)  # type: ignore[method-assign]
     assert not decoder_is_causal(leaky, random_inputs(leaky, 1, 4)).holds

@@ -1,12 +1,12 @@
 """Token and position vectors, with a backward pass that neither sorts nor uses atomics.
 
-Defined by `Transformer.embed`. torch adds up the gradients of equal tokens by sorting them, which is a dozen launches: for a
-small vocabulary, one program per token id that looks for its own is faster.
+Defined by the model's own `embed`. torch adds up the gradients of equal tokens by sorting them, which is a dozen launches:
+for a small vocabulary, one program per token id that looks for its own is faster.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import triton
@@ -14,10 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from entp.engine.support import plain_embedding
 from entp.engine.triton.rows import column_sums
-
-if TYPE_CHECKING:
-    from entp.model import Transformer
 
 LARGEST = 1024
 """Vocabulary up to which every id has a program of its own."""
@@ -41,23 +39,27 @@ def _token_gradients(ids, grad, out, N, D, PART: tl.constexpr, R: tl.constexpr, 
     tl.store(out + at * D + cols, total, mask=cols < D)
 
 
-def embed(model: Transformer, x: Tensor) -> Tensor:
-    """As model.embed(x)."""
-    if model.tokens is None or model.config.position != "learned" or model.tokens.num_embeddings > LARGEST:
-        return model.embed(x)
-    return _Embed.apply(x, model.tokens.weight, model.positions)
+def embed(model: Any, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    """As model.embed(x, position_ids)."""
+    kind = model.config.position
+    small = plain_embedding(model) and model.tokens.num_embeddings <= LARGEST
+    if small and kind == "learned" and position_ids is None:
+        return _Embed.apply(x, model.tokens.weight, model.positions)
+    if small and kind in ("none", "rotary"):
+        return _Embed.apply(x, model.tokens.weight, None)
+    return model.embed(x, position_ids)
 
 
 class _Embed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.sizes = (len(tokens), len(positions))
-        return tokens[x] + positions[: x.shape[1]]
+        ctx.sizes = (len(tokens), 0 if positions is None else len(positions))
+        return tokens[x] if positions is None else tokens[x] + positions[: x.shape[1]]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+    def backward(ctx, grad: Tensor) -> tuple[None, Tensor, Tensor | None]:
         (x,) = ctx.saved_tensors
         grad, width, time = grad.contiguous(), grad.shape[2], x.shape[1]
         vocabulary, longest = ctx.sizes
@@ -66,6 +68,8 @@ class _Embed(torch.autograd.Function):
         grid = (vocabulary, triton.cdiv(width, 32), parts)
         _token_gradients[grid](x.contiguous(), grad, shares, x.numel(), width, PART, 512, 32, num_warps=4)
         d_tokens = shares[0] if parts == 1 else shares.sum(0)
+        if not longest:
+            return None, d_tokens, None
         d_positions = grad.new_zeros(longest, width)
         d_positions[:time] = column_sums(grad.flatten(1), grad.dtype).view(time, width)
         return None, d_tokens, d_positions

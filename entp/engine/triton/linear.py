@@ -21,9 +21,23 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
 
 def norm_linear(x: Tensor, layer: nn.Linear, norm: nn.Module, *, add: bool = False) -> tuple[Tensor, Tensor]:
     """layer(norm(.)) for rows x that are normed but for gain and shift, with its bias only if `add`; and that bias."""
-    if not isinstance(norm, nn.LayerNorm):
-        return _Linear.apply(x, layer.weight, layer.bias if add else None), layer.bias
-    return _NormLinear.apply(x, layer.weight, layer.bias, norm.weight, norm.bias, add)
+    bias, (gain, shift) = bias_of(layer), gain_and_shift(norm)
+    if gain is None:
+        return _Linear.apply(x, layer.weight, bias if add else None), bias
+    return _NormLinear.apply(x, layer.weight, bias, gain, shift, add)
+
+
+def bias_of(layer: nn.Linear) -> Tensor:
+    """The layer's bias, or zeros: kernels add one in any case."""
+    return layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias
+
+
+def gain_and_shift(norm: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """What a norm multiplies rows by and adds to them, zeros if it adds nothing; None, None if it does neither."""
+    gain, shift = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    if gain is not None and shift is None:
+        shift = torch.zeros_like(gain)
+    return gain, shift
 
 
 def weight_gradient(grad: Tensor, x: Tensor, like: torch.dtype) -> Tensor:

@@ -18,31 +18,39 @@ from entp.engine.cublaslt import product
 from entp.engine.triton.linear import weight_gradient
 from entp.engine.triton.rows import KINDS, column_sums, shares
 
+RELU, GELU, SILU = 0, 1, 2
+"""Kinds of activations; GELU is the tanh form."""
 
-def plain_activated_linear(u_NK: Tensor, bias_K: Tensor, w_DK: Tensor, gelu: bool) -> Tensor:
-    """GELU (tanh) or ReLU of u + bias, times w transposed: (N, D)."""
-    return (F.gelu(u_NK + bias_K, approximate="tanh") if gelu else F.relu(u_NK + bias_K)) @ w_DK.T
+
+def plain_activated_linear(u_NK: Tensor, bias_K: Tensor, w_DK: Tensor, kind: int) -> Tensor:
+    """The activation of u + bias, times w transposed: (N, D)."""
+    u_NK = u_NK + bias_K
+    if kind == GELU:
+        return F.gelu(u_NK, approximate="tanh") @ w_DK.T
+    return (F.silu(u_NK) if kind == SILU else F.relu(u_NK)) @ w_DK.T
 
 
 @triton.jit
-def _gate(u):
-    """The sigmoid in GELU(u) = u gate(u), tanh form: 1 / (1 + exp(-1.5957691216057308 (u + 0.044715 u^3)))."""
-    return 1.0 / (1.0 + tl.exp2(u * (-2.302208198144325 - 0.10294323958002349 * u * u)))
+def _gate(u, KIND: tl.constexpr):
+    """The sigmoid in u gate(u): of u for SiLU, of 1.5957691216057308 (u + 0.044715 u^3) for GELU."""
+    if KIND == 1:
+        return 1.0 / (1.0 + tl.exp2(u * (-2.302208198144325 - 0.10294323958002349 * u * u)))
+    return 1.0 / (1.0 + tl.exp2(u * -1.4426950408889634))
 
 
 @triton.jit(do_not_specialize=["N"])
-def _activate(u, bias, out, N, K, WIDE: tl.constexpr, GELU: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+def _activate(u, bias, out, N, K, WIDE: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     rows, cols = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.program_id(1) * C + tl.arange(0, C)
     inside = (rows < N)[:, None] & (cols < K)[None, :]
     at = rows[:, None] * K + cols[None, :]
     value = tl.load(u + at, mask=inside, other=0.0).to(WIDE) + tl.load(bias + cols, mask=cols < K, other=0.0).to(WIDE)[None, :]
-    value = value * _gate(value) if GELU else tl.maximum(value, 0.0)
+    value = value * _gate(value, KIND) if KIND else tl.maximum(value, 0.0)
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["N", "PER"])
 def _activate_backward(
-    u, bias, grad, du, db_out, N, K, PER, WIDE: tl.constexpr, GELU: tl.constexpr, AGAIN: tl.constexpr, STAGES: tl.constexpr,
+    u, bias, grad, du, db_out, N, K, PER, WIDE: tl.constexpr, KIND: tl.constexpr, AGAIN: tl.constexpr, STAGES: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """PER tiles of R rows, C columns: the gradient of u, and this program's share of the bias's.
@@ -58,9 +66,9 @@ def _activate_backward(
         at = rows[:, None] * K + cols[None, :]
         value = tl.load(u + at, mask=inside, other=0.0).to(WIDE) + shift
         g = tl.load(grad + at, mask=inside, other=0.0).to(WIDE)
-        if GELU:
-            gate = _gate(value)
-            slope = 1.5957691216057308 + 0.21406444881780074 * value * value
+        if KIND:
+            gate = _gate(value, KIND)
+            slope = 1.5957691216057308 + 0.21406444881780074 * value * value if KIND == 1 else 1.0
             g *= gate + gate * value * (slope - gate * slope)
             value *= gate
         else:
@@ -73,21 +81,21 @@ def _activate_backward(
     tl.store(db_out + tl.program_id(0) * K + cols, total, mask=cols < K)
 
 
-def activated_linear(u: Tensor, bias: Tensor, w: Tensor, gelu: bool, *, keep: bool) -> Tensor:
+def activated_linear(u: Tensor, bias: Tensor, w: Tensor, kind: int, *, keep: bool) -> Tensor:
     """As plain_activated_linear, in u's type; the activations are kept for the backward pass, or made again there."""
-    return _ActivatedLinear.apply(u, bias, w, gelu, keep)
+    return _ActivatedLinear.apply(u, bias, w, int(kind), keep)
 
 
 class _ActivatedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, u: Tensor, bias: Tensor, w: Tensor, gelu: bool, keep: bool) -> Tensor:
+    def forward(ctx, u: Tensor, bias: Tensor, w: Tensor, kind: int, keep: bool) -> Tensor:
         half, a = w.to(u.dtype), torch.empty_like(u)
         cols = _columns(u.shape[1])
         rows = 4096 // cols
         grid = (triton.cdiv(u.shape[0], rows), triton.cdiv(u.shape[1], cols))
-        _activate[grid](u, bias, a, *u.shape, KINDS[bias.dtype], gelu, rows, cols, num_warps=8)
+        _activate[grid](u, bias, a, *u.shape, KINDS[bias.dtype], kind, rows, cols, num_warps=8)
         ctx.save_for_backward(u, bias, half, *([a] if keep else []))
-        ctx.gelu, ctx.kind = gelu, w.dtype
+        ctx.activation, ctx.kind = kind, w.dtype
         return product(a, half)
 
     @staticmethod
@@ -101,7 +109,7 @@ class _ActivatedLinear(torch.autograd.Function):
         per, programs = shares(triton.cdiv(u.shape[0], tile["R"]), triton.cdiv(_programs(u.shape[1]), across))
         db = bias.new_empty(programs, u.shape[1])
         _activate_backward[(programs, across)](
-            u, bias, g, du, db, *u.shape, per, KINDS[bias.dtype], ctx.gelu, a is None, **tile
+            u, bias, g, du, db, *u.shape, per, KINDS[bias.dtype], ctx.activation, a is None, **tile
         )  # fmt: skip
         return du, column_sums(db, db.dtype), weight_gradient(grad, g if a is None else a, ctx.kind), None, None
 

@@ -30,10 +30,14 @@ PROGRAMS = 528
 """Programs that share the rows where columns are added up: four for each of an H200's multiprocessors."""
 
 
-class Norm(NamedTuple):
-    """Which norm follows: layer norm with this epsilon, or none."""
+NONE, LAYER, RMS = 0, 1, 2
+"""Kinds of norms."""
 
-    layer: bool
+
+class Norm(NamedTuple):
+    """Which norm follows, and its epsilon."""
+
+    kind: int
     eps: float
 
 
@@ -49,7 +53,14 @@ class Stream(NamedTuple):
 def plain_add_norm(h_ND: Tensor, y_ND: Tensor, bias_D: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """The residual stream after adding y + bias, and its normed rows (without gain and shift)."""
     h_ND = h_ND + y_ND + bias_D
-    return h_ND, F.layer_norm(h_ND, h_ND.shape[-1:], eps=norm.eps) if norm.layer else h_ND
+    return h_ND, plain_norm(h_ND, norm)
+
+
+def plain_norm(h_ND: Tensor, norm: Norm) -> Tensor:
+    """Rows normed, without gain and shift."""
+    if norm.kind == NONE:
+        return h_ND
+    return (F.layer_norm if norm.kind == LAYER else F.rms_norm)(h_ND, h_ND.shape[-1:], eps=norm.eps)
 
 
 def plain_fold(w_KD: Tensor, bias_K: Tensor, gain_D: Tensor, shift_D: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,17 +69,21 @@ def plain_fold(w_KD: Tensor, bias_K: Tensor, gain_D: Tensor, shift_D: Tensor) ->
 
 
 @triton.jit
-def _normed(value, inside, D, eps):
-    """Rows with mean 0 and variance 1, and 1 over their standard deviation."""
-    centred = tl.where(inside, value - (tl.sum(value, 1) / D)[:, None], 0.0)
-    r = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / D + eps)
-    return centred * r[:, None], r
+def _normed(value, inside, D, eps, NORM: tl.constexpr):
+    """Rows with mean square 1, for layer norm (NORM 1) also mean 0, and what they were multiplied by."""
+    if NORM == 1:
+        value = tl.where(inside, value - (tl.sum(value, 1) / D)[:, None], 0.0)
+    r = 1.0 / tl.sqrt(tl.sum(value * value, 1) / D + eps)
+    return value * r[:, None], r
 
 
 @triton.jit
-def _norm_gradient(g, x, r, D):
+def _norm_gradient(g, x, r, D, NORM: tl.constexpr):
     """The gradient of what was normed to x, from the gradient g of x."""
-    return r[:, None] * (g - (tl.sum(g, 1) / D)[:, None] - x * (tl.sum(g * x, 1) / D)[:, None])
+    back = g - x * (tl.sum(g * x, 1) / D)[:, None]
+    if NORM == 1:
+        back = back - (tl.sum(g, 1) / D)[:, None]
+    return r[:, None] * back
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -92,7 +107,7 @@ def _add_norm(
     else:
         tl.store(h_out + at, value, mask=inside)
     if NORM:
-        value, r = _normed(value, inside, D, EPS)
+        value, r = _normed(value, inside, D, EPS, NORM)
         tl.store(r_out + rows, r, mask=rows < N)
     value = value.to(x_out.dtype.element_ty)
     tl.store(x_out + at, value, mask=inside)
@@ -120,7 +135,7 @@ def _add_norm_backward(
             g += tl.load(dlast + there, mask=real, other=0.0).to(wide)
         if NORM:
             r = tl.load(r_in + rows, mask=rows < N, other=0.0)
-            g = tl.where(inside, _norm_gradient(g, tl.load(x + at, mask=inside, other=0.0).to(wide), r, D), 0.0)
+            g = tl.where(inside, _norm_gradient(g, tl.load(x + at, mask=inside, other=0.0).to(wide), r, D, NORM), 0.0)
         if KIND == 2:
             g += tl.load(dh + there, mask=real, other=0.0).to(wide)
         else:
@@ -148,7 +163,7 @@ def _first_add_norm_backward(
         g = tl.load(dx + at, mask=inside, other=0.0).to(wide)
         if NORM:
             r = tl.load(r_in + rows, mask=first >= 0, other=0.0)
-            g = tl.where(inside, _norm_gradient(g, tl.load(x + at, mask=inside, other=0.0).to(wide), r, D), 0.0)
+            g = tl.where(inside, _norm_gradient(g, tl.load(x + at, mask=inside, other=0.0).to(wide), r, D, NORM), 0.0)
         g += tl.load(dh + at, mask=inside, other=0.0).to(wide)
         tl.store(dy_out + at, g.to(dy_out.dtype.element_ty), mask=inside)
         total += g
@@ -286,7 +301,7 @@ class _FirstAddNorm(torch.autograd.Function):
         d_tokens, dy = r.new_empty(ctx.shape), torch.empty_like(x)
         dh, dx, first = dh.contiguous(), dx.contiguous(), ctx.packing.row_of
         _first_add_norm_backward[(batch * time,)](
-            dh, dx, x, r, first, d_tokens, dy, time, width, ctx.norm.layer, **_tile(width)
+            dh, dx, x, r, first, d_tokens, dy, time, width, ctx.norm.kind, **_tile(width)
         )  # fmt: skip
         return d_tokens, dy, column_sums(d_tokens.flatten(0, 1), r.dtype), None, None
 
@@ -306,10 +321,11 @@ class _LastAddNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, _: Tensor, dh: Tensor, dx: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, _: Tensor, dh: Tensor, dx: Tensor, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
         x, r = ctx.saved_tensors
         slots = ctx.packing.last_slot
-        dh, db = _launch_add_norm_backward(dh.contiguous(), dx, dlast.contiguous(), x, r, slots, 2, ctx.norm)
+        dlast = torch.zeros_like(dh) if dlast is None else dlast.contiguous()
+        dh, db = _launch_add_norm_backward(dh.contiguous(), dx, dlast, x, r, slots, 2, ctx.norm)
         return None, dh, dh, db, None, None
 
 
@@ -318,10 +334,10 @@ def _launch_add_norm(
 ) -> tuple[Tensor, Tensor]:
     """Fills out and last; returns the normed rows and 1 over their standard deviations."""
     count, width = y.shape
-    x, r = torch.empty_like(y), h.new_empty(count if norm.layer else 0)
+    x, r = torch.empty_like(y), h.new_empty(count if norm.kind else 0)
     tile = _tile(width)
     _add_norm[(triton.cdiv(count, tile["R"]),)](
-        h, y, bias, index, out, x, last, r, count, width, norm.eps, kind, norm.layer, **tile
+        h, y, bias, index, out, x, last, r, count, width, norm.eps, kind, norm.kind, **tile
     )  # fmt: skip
     return x, r
 
@@ -335,45 +351,46 @@ def _launch_add_norm_backward(
     per, programs = shares(triton.cdiv(count, tile["R"]), PROGRAMS)
     dh_out, db = torch.empty_like(x), r.new_empty(programs, width)
     _add_norm_backward[(programs,)](
-        dh, dx.contiguous(), dlast, x, r, index, dh_out, db, count, width, per, kind, norm.layer, **tile
+        dh, dx.contiguous(), dlast, x, r, index, dh_out, db, count, width, per, kind, norm.kind, **tile
     )  # fmt: skip
     return dh_out, column_sums(db, db.dtype)
 
 
 @triton.jit(do_not_specialize=["N"])
-def _norm_rows(h, x_out, r_out, N, D, EPS: tl.constexpr, R: tl.constexpr, DP: tl.constexpr):
+def _norm_rows(h, x_out, r_out, N, D, EPS: tl.constexpr, NORM: tl.constexpr, R: tl.constexpr, DP: tl.constexpr):
     rows, cols = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, DP)
     inside = (rows < N)[:, None] & (cols < D)[None, :]
     at = rows[:, None] * D + cols[None, :]
-    x, r = _normed(tl.load(h + at, mask=inside, other=0.0), inside, D, EPS)
+    x, r = _normed(tl.load(h + at, mask=inside, other=0.0), inside, D, EPS, NORM)
     tl.store(x_out + at, x.to(x_out.dtype.element_ty), mask=inside)
     tl.store(r_out + rows, r, mask=rows < N)
 
 
 @triton.jit(do_not_specialize=["N"])
-def _norm_rows_backward(dx, x, r_in, dh_out, N, D, R: tl.constexpr, DP: tl.constexpr):
+def _norm_rows_backward(dx, x, r_in, dh_out, N, D, NORM: tl.constexpr, R: tl.constexpr, DP: tl.constexpr):
     rows, cols = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, DP)
     inside = (rows < N)[:, None] & (cols < D)[None, :]
     at = rows[:, None] * D + cols[None, :]
     g = tl.load(dx + at, mask=inside, other=0.0).to(dh_out.dtype.element_ty)
     value = tl.load(x + at, mask=inside, other=0.0).to(dh_out.dtype.element_ty)
-    g = _norm_gradient(g, value, tl.load(r_in + rows, mask=rows < N, other=0.0), D)
+    g = _norm_gradient(g, value, tl.load(r_in + rows, mask=rows < N, other=0.0), D, NORM)
     tl.store(dh_out + at, g, mask=inside)
 
 
 def normed(h: Tensor, norm: Norm, half: torch.dtype) -> Tensor:
     """Rows h (N, D) normed, without gain and shift, in `half`; as they are without a norm."""
-    return _Normed.apply(h, norm.eps, half) if norm.layer else h.to(half)
+    return _Normed.apply(h, norm, half) if norm.kind else h.to(half)
 
 
 class _Normed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h: Tensor, eps: float, half: torch.dtype) -> Tensor:
+    def forward(ctx, h: Tensor, norm: Norm, half: torch.dtype) -> Tensor:
         h = h.contiguous()
         x, r = torch.empty_like(h, dtype=half), h.new_empty(len(h))
         tile = _tile(h.shape[1])
-        _norm_rows[(triton.cdiv(len(h), tile["R"]),)](h, x, r, *h.shape, eps, **tile)
+        _norm_rows[(triton.cdiv(len(h), tile["R"]),)](h, x, r, *h.shape, norm.eps, norm.kind, **tile)
         ctx.save_for_backward(x, r)
+        ctx.norm = norm
         return x
 
     @staticmethod
@@ -381,7 +398,9 @@ class _Normed(torch.autograd.Function):
     def backward(ctx, dx: Tensor) -> tuple[Tensor, None, None]:
         x, r = ctx.saved_tensors
         dh, tile = torch.empty_like(x, dtype=r.dtype), _tile(x.shape[1])
-        _norm_rows_backward[(triton.cdiv(len(x), tile["R"]),)](dx.contiguous(), x, r, dh, *x.shape, **tile)
+        _norm_rows_backward[(triton.cdiv(len(x), tile["R"]),)](
+            dx.contiguous(), x, r, dh, *x.shape, ctx.norm.kind, **tile
+        )  # fmt: skip
         return dh, None, None
 
 

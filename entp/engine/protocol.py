@@ -1,0 +1,73 @@
+"""What the engine needs of a model, and nothing more.
+
+Any `torch.nn.Module` with these members can be run by `entp.all_prefixes`, `entp.predict` and `entp.generate`
+(docs/change-the-model.md has one in 40 lines). `encode` defines what the model computes. The other methods let the engine
+compute the same with less work; support.py says when that is exact.
+
+Position ids are whole numbers, one per token. They may depend on the token and on earlier ones, never on later ones.
+Shapes in names: B batch, T time, D width, H heads, KV key and value heads, d head size, ... any number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+
+@runtime_checkable
+class BlockProtocol(Protocol):
+    """One layer: q, k, v of each row by itself, attention, and what follows of each row by itself."""
+
+    heads: int
+    """Query heads, H."""
+    scale: float
+    """What scores are multiplied by."""
+
+    def project(self, h: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q (..., H, d), k and v (..., KV, d) from rows (..., D) at positions (...); KV divides H."""
+
+    def finish(self, h: Tensor, attended: Tensor) -> Tensor:
+        """The layer's output (..., D) from its input and its attention's output, both (..., D)."""
+
+
+@runtime_checkable
+class ModelProtocol(Protocol):
+    """A model. Optional members, each an attribute: vocab, input_dim and context_length, which inputs are checked against."""
+
+    width: int
+    """D."""
+
+    def encode(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """The last layer's output (B, T, D) with full attention among all T tokens: the model's own forward pass.
+
+        For modes decoder and prefix it also takes mask (bool, (B or 1, T, T), True where a key is seen) and causal (bool).
+        """
+
+    def embed(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """The first layer's input (B, T, D), of each token by itself; position_ids (B, T) or (T,), None: 0, 1, 2, ..."""
+
+    def stack(self) -> Sequence[BlockProtocol]:
+        """The layers in the order in which they run; one may come several times."""
+
+    def readout(self, h: Tensor) -> Tensor:
+        """Outputs (..., K) from the last layer's rows (..., D)."""
+
+
+class HasBias(Protocol):
+    """A model that adds to attention scores what depends on positions only, the same in every layer."""
+
+    def attention_bias(self, query_ids: Tensor, key_ids: Tensor) -> Tensor | None:
+        """(B or 1, H, Q, K) from position ids (Q,) and (K,), or (B, Q) and (B, K)."""
+
+
+def attention_bias(model: ModelProtocol, query_ids: Tensor, key_ids: Tensor) -> Tensor | None:
+    """The model's bias on attention scores, or None if it has none."""
+    make = getattr(model, "attention_bias", None)
+    return None if make is None else make(query_ids, key_ids)
+
+
+def depth(model: ModelProtocol) -> int:
+    """Layers that an input goes through."""
+    return len(model.stack())

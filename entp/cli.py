@@ -17,7 +17,7 @@ from typing import Any
 from entp import __version__
 from entp.config import Run
 from entp.config_json import read_run
-from entp.errors import InputError, TrainingStopped, one_of
+from entp.errors import DeviceFailed, InputError, TrainingStopped, one_of
 from entp.options import (
     BenchGenerateOptions,
     BenchScalingOptions,
@@ -182,6 +182,13 @@ COMMANDS = {
 }
 
 
+def _leave_at_once(code: int) -> None:
+    """End the process without giving anything back to a GPU that failed: torch would abort with a stack."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code: 0 done, 1 training stopped, 2 bad input, 128 + signal interrupted."""
     args = sys.argv[1:] if argv is None else argv
@@ -197,6 +204,8 @@ def main(argv: list[str] | None = None) -> int:
         return COMMANDS[args[0]](args[1:])
     except (InputError, TrainingStopped) as error:
         print(f"entp: {error}", file=sys.stderr)
+        if isinstance(error, DeviceFailed):
+            _leave_at_once(1)
         return 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
         print("entp: interrupted", file=sys.stderr)

@@ -12,6 +12,10 @@ class TrainingStopped(RuntimeError):
     """Training could not go on (a loss that is not finite, say); what is on disk is as it was."""
 
 
+class DeviceFailed(TrainingStopped):
+    """The GPU failed, so nothing more can be computed in this process; what is on disk is as it was."""
+
+
 class EngineWarning(UserWarning):
     """A model runs by a slower implementation than usual, because the usual one would not be exact for it."""
 

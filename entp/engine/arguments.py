@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from entp.checks import whole
+from entp.engine.cold_start import warm_math
 from entp.engine.protocol import ModelProtocol
 from entp.errors import InputError
 
@@ -22,6 +23,7 @@ def check_inputs(
     position_ids: Tensor | np.ndarray | Sequence | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """x with its padding blanked, lengths and position ids as tensors beside it; InputError for what the model cannot read."""
+    warm_math()
     _check_model(model)
     x = _as_inputs(model, x)
     if lengths is not None:

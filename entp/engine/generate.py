@@ -21,6 +21,7 @@ from entp.checks import whole
 from entp.config import MODES
 from entp.engine.api import choose, resolve
 from entp.engine.caches import Cache, DecoderCache, EntpCache, NoCache
+from entp.engine.cold_start import warm_math
 from entp.engine.protocol import ModelProtocol, depth
 from entp.engine.support import support_of
 from entp.errors import InputError, one_of
@@ -81,6 +82,7 @@ def generate(
     position_ids: a function from tokens (B, T) to their position ids (B, T), each of its token and earlier ones only.
     cache: False reads everything again for each token: slower, and the same tokens.
     """
+    warm_math()
     sampling = Sampling(temperature, top_k, top_p)
     vocab = _vocabulary(model)
     if isinstance(prompts, np.ndarray):

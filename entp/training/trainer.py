@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from entp.config import Run
-from entp.errors import InputError, TrainingStopped
+from entp.engine.cold_start import warm_math
+from entp.errors import DeviceFailed, InputError, TrainingStopped
 from entp.model import Transformer
 from entp.tasks.ahead import batches_ahead, processes_for
 from entp.tasks.base import Batch
@@ -62,6 +63,7 @@ def train(
 
     fork: the folder of another run, whose last checkpoint this one begins with.
     """
+    warm_math()
     out = Path(out)
     if resume and fork is not None:
         raise InputError(f"resume continues {out}, fork begins it with a copy of {fork}: give one of them.")
@@ -139,10 +141,31 @@ def _train(run: Run, out: Path, device: torch.device, world: World, resume: bool
             except TrainingStopped:
                 loop.save_best()  # from before the loss went bad
                 raise
+            except RuntimeError as error:
+                if not is_device_failure(error):
+                    raise
+                raise DeviceFailed(_device_failed(error, out, state.step)) from error
     finally:
         progress.close()
         if metrics is not None:
             metrics.close()
+
+
+def is_device_failure(error: RuntimeError) -> bool:
+    """Whether the GPU failed; that it has too little memory is no failure."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    failed = isinstance(error, getattr(torch, "AcceleratorError", ()))  # torch from 2.8 on
+    return failed or any(sign in str(error) for sign in ("CUDA error", "CUBLAS_STATUS", "cuBLASLt failed"))
+
+
+def _device_failed(error: RuntimeError, out: Path, step: int) -> str:
+    """What happened, and how to go on."""
+    what = str(error).strip().splitlines()[0]
+    last = checkpoint.newest(out)
+    if last is None:
+        return f"the GPU failed at about step {step} ({what}); no checkpoint had been written. Train again with another --out."
+    return f"the GPU failed at about step {step} ({what}); continue from {last.name} with --resume --out {out}."
 
 
 class Loop:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "EngineWarning": "entp.errors",
     "InputError": "entp.errors",
     "ModelConfig": "entp.config",
     "OptimConfig": "entp.config",
@@ -19,12 +20,15 @@ _HOMES = {
     "TrainConfig": "entp.config",
     "Transformer": "entp.model",
     "all_prefixes": "entp.engine.api",
+    "check": "entp.engine.check",
     "generate": "entp.engine.generate",
     "load": "entp.training.checkpoint",
+    "predict": "entp.engine.api",
     "train": "entp.training.trainer",
 }
 __all__ = [
     "SIZES",
+    "EngineWarning",
     "InputError",
     "ModelConfig",
     "OptimConfig",
@@ -34,16 +38,19 @@ __all__ = [
     "Transformer",
     "__version__",
     "all_prefixes",
+    "check",
     "generate",
     "load",
+    "predict",
     "train",
 ]
 
 if TYPE_CHECKING:
     from entp.config import SIZES, ModelConfig, OptimConfig, Run, StartConfig, TrainConfig
-    from entp.engine.api import all_prefixes
+    from entp.engine.api import all_prefixes, predict
+    from entp.engine.check import check
     from entp.engine.generate import generate
-    from entp.errors import InputError
+    from entp.errors import EngineWarning, InputError
     from entp.model import Transformer
     from entp.training.checkpoint import load
     from entp.training.trainer import train
@@ -56,3 +63,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'entp' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, which are not imported yet."""
+    return sorted({*globals(), *__all__})

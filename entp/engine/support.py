@@ -126,7 +126,7 @@ class Fingerprint:
             return False
         if any(self.empty) or list(map(len, self.attributes)) != self.sizes or _methods_now() != self.methods:
             return False
-        if any(self.hooks) and list(chain.from_iterable(self.hooks)) != self.hook_keys:
+        if (self.hook_keys or any(self.hooks)) and list(chain.from_iterable(self.hooks)) != self.hook_keys:
             return False
         held = list(chain.from_iterable(self.views))
         if len(held) != len(self.held) or not all(map(operator.is_, held, self.held)):
@@ -141,16 +141,21 @@ class Fingerprint:
         return [(t.data_ptr(), t.requires_grad) for t in self.tensors]
 
 
-IRRELEVANT = {nn.Linear: {"in_features", "out_features"}, nn.ReLU: {"inplace"}, nn.SiLU: {"inplace"}, nn.Identity: set()}
+IRRELEVANT: dict[type, set[str]] = {
+    nn.Linear: {"in_features", "out_features"},
+    nn.ReLU: {"inplace"},
+    nn.SiLU: {"inplace"},
+    nn.ModuleList: {"training"},
+}
 """Attributes of known modules that change nothing: weights have their own shapes."""
 
 
 def _names(module: nn.Module) -> list[str]:
     """The attributes that say what a module computes. Whether it is in training counts where that may matter."""
-    names = [name for name in module.__dict__ if not name.startswith("_") and name != "training"]
-    if type(module) not in _registered and (type(module) not in _rowwise or isinstance(module, _DropoutNd)):
-        names.append("training")
-    return [name for name in names if name not in IRRELEVANT.get(type(module), ())]
+    known = type(module) in _registered or (type(module) in _rowwise and not isinstance(module, _DropoutNd))
+    skip = {"training"} if known else set()
+    skip |= IRRELEVANT.get(type(module), set())
+    return [name for name in module.__dict__ if not name.startswith("_") and name not in skip]
 
 
 def _methods_now() -> list[object]:

@@ -1,0 +1,183 @@
+"""`entp.check`: every implementation against the reference, for one model, on small inputs.
+
+print(entp.check(model))
+
+mode     implementation  outputs  gradients  verdict
+entp     packed          2.4e-07    6.0e-07  exact
+entp     triton                -          -  not used: norm_1 is a BatchNorm1d
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from entp.config import MODES
+from entp.engine.api import choose, predict
+from entp.engine.arguments import check_inputs
+from entp.engine.caches import DecoderCache, EntpCache, NoCache
+from entp.engine.generate import make_cache
+from entp.engine.protocol import ModelProtocol, depth
+from entp.engine.support import TOLERANCE
+from entp.errors import EngineWarning, InputError
+from entp.table import format_table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation in one mode."""
+
+    mode: str
+    implementation: str
+    outputs: float | None
+    """Largest difference of outputs, relative to the largest output; None if it was not run."""
+    gradients: float | None
+    """The same of every parameter's gradient, each relative to its own largest number: the worst."""
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `entp.check` found. Print it for a table."""
+
+    model: str
+    rows: tuple[Row, ...]
+    auto: str
+
+    @property
+    def exact(self) -> bool:
+        """Is every implementation that can be used exact?"""
+        return not any(row.verdict.startswith("WRONG") for row in self.rows)
+
+    def __str__(self) -> str:
+        cells = [[r.mode, r.implementation, _number(r.outputs), _number(r.gradients), r.verdict] for r in self.rows]
+        table = format_table(["mode", "implementation", "outputs", "gradients", "verdict"], cells, left=True)
+        return f"{self.model}\n{table}\nauto takes {self.auto}."
+
+
+def check(
+    model: ModelProtocol, *, length: int = 9, batch: int = 3, x: Tensor | None = None, position_ids: Tensor | None = None
+) -> Report:
+    """Compare every implementation with the reference: outputs and all gradients, in every mode, and generation's caches.
+
+    length, batch: of random inputs; x: inputs of your own instead. The model's weights and gradients stay as they are.
+    """
+    x = random_inputs(model, batch, length) if x is None else x
+    x, _, ids = check_inputs(model, x, None, position_ids)
+    rows: list[Row] = []
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+        warnings.simplefilter("ignore", EngineWarning)
+        for mode in MODES:
+            rows += _compare_mode(model, x, ids, mode)
+        if getattr(model, "vocab", None) is not None:
+            rows += [_compare_cache(model, x, ids, mode) for mode in MODES if any(r.mode == mode for r in rows)]
+        auto = choose("auto", x.device, model)
+    return Report(_describe(model, x), tuple(rows), f"{auto.impl}: {auto.reason}")
+
+
+def random_inputs(model: Any, batch: int, length: int) -> Tensor:
+    """Random tokens or vectors, whichever the model reads, the same in every call."""
+    weight, generator = next(model.parameters()), torch.Generator().manual_seed(0)
+    limit = getattr(model, "context_length", None)
+    time = length if limit is None else min(length, limit)
+    if getattr(model, "input_dim", None) is not None:
+        return torch.randn(batch, time, model.input_dim, generator=generator).to(weight)
+    vocab = getattr(model, "vocab", None)
+    if vocab is None:
+        raise InputError("this model has neither vocab nor input_dim: give check(model, x=...) inputs that it reads.")
+    return torch.randint(vocab, (batch, time), generator=generator).to(weight.device)
+
+
+def _describe(model: Any, x: Tensor) -> str:
+    """One line about what was compared."""
+    weights = sum(p.numel() for p in model.parameters())
+    kind = next(model.parameters()).dtype
+    shape = " x ".join(map(str, x.shape))
+    return f"{type(model).__name__}: {depth(model)} layers, {weights:,} weights, {kind}, {x.device}; inputs {shape}"
+
+
+def _compare_mode(model: Any, x: Tensor, ids: Tensor | None, mode: str) -> list[Row]:
+    """All implementations of one mode but the reference."""
+    prefix = max(1, x.shape[1] // 2) if mode == "prefix" else None
+
+    def run(impl: str) -> list[Tensor]:
+        return _outputs_and_gradients(model, lambda: predict(model, x, mode, prefix=prefix, position_ids=ids, impl=impl))
+
+    try:
+        want = run("reference")
+    except InputError as error:
+        return [Row(mode, "reference", None, None, f"not used: {_short(error)}")]
+    rows = []
+    for impl in ("packed", "triton") if mode == "entp" else ("triton",):
+        try:
+            rows.append(_row(model, mode, impl, run(impl), want))
+        except InputError as error:
+            rows.append(Row(mode, impl, None, None, f"not used: {_short(error)}"))
+    return rows
+
+
+def _outputs_and_gradients(model: Any, run: Callable[[], Tensor]) -> list[Tensor]:
+    """Outputs, and the gradient by every trained parameter of a loss that weighs each output differently."""
+    with torch.enable_grad():
+        out = run()
+        weight = torch.cos(torch.arange(out.numel(), device=out.device)).view_as(out).to(out.dtype)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        grads = torch.autograd.grad((weight * out).sum(), trained, allow_unused=True) if trained else []
+    return [out.detach(), *(torch.zeros_like(p) if g is None else g for p, g in zip(trained, grads, strict=True))]
+
+
+def _row(model: Any, mode: str, name: str, got: list[Tensor], want: list[Tensor]) -> Row:
+    outputs = _apart(got[0], want[0], float(want[0].abs().max()))
+    largest = max((float(g.abs().max()) for g in want[1:]), default=0.0)
+    gradients = max(
+        (_apart(a, b, max(float(b.abs().max()), 1e-4 * largest)) for a, b in zip(got[1:], want[1:], strict=True)), default=0.0
+    )
+    bound = TOLERANCE.get(next(model.parameters()).dtype, 1e-4)
+    verdict = "exact" if max(outputs, gradients) <= bound else f"WRONG (rounding is up to {bound:g})"
+    return Row(mode, name, outputs, gradients, verdict)
+
+
+def _apart(got: Tensor, want: Tensor, size: float) -> float:
+    """The largest difference as a fraction of `size`; infinite if anything is not finite."""
+    if not got.numel():
+        return 0.0
+    off = float((got - want).abs().max())
+    return float("inf") if off != off else off / max(size, 1e-30)
+
+
+@torch.no_grad()
+def _compare_cache(model: Any, x: Tensor, ids: Tensor | None, mode: str) -> Row:
+    """Logits with a cache against those without, over the second half of x."""
+    batch, time = x.shape
+    first = max(1, time // 2)
+    lengths = torch.full((batch,), first, device=x.device)
+    prefix = lengths if mode == "prefix" else None
+    cache = make_cache(model, mode, time, prefix, tokens_BT=x)
+    name = "generation, cached"
+    if isinstance(cache, NoCache):
+        return Row(mode, name, None, None, "not used: no cache is exact for this model")
+    plain = NoCache(model, mode, prefix)
+    start = None if ids is None else ids[:, :first]
+    found = [(cache.prefill(x[:, :first], lengths, start), plain.prefill(x[:, :first], lengths, start))]
+    for t in range(first, time):
+        own = None if ids is None else ids[:, t]
+        found.append((cache.append(x[:, t], own), plain.append(x[:, t], own)))
+    got, want = (torch.stack(part) for part in zip(*found, strict=True))
+    row = _row(model, mode, name, [got], [want])
+    kind = "" if isinstance(cache, DecoderCache | EntpCache) else " by graph"
+    return Row(mode, f"{name}{kind}", row.outputs, None, row.verdict)
+
+
+def _short(error: InputError) -> str:
+    """The reason in an error of `choose`."""
+    text = str(error).partition(": ")[2] or str(error)
+    return text.partition(". Use ")[0].rstrip(".")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"

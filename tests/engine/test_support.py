@@ -1,0 +1,273 @@
+"""No implementation gives a wrong number for a model that was changed: it is exact, or refused with the reason."""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from changes import CHANGES, Change, Lora
+from random_models import random_inputs, random_model
+from torch import Tensor, nn
+
+import entp
+from entp.engine import packed
+from entp.engine.api import choose
+from entp.engine.support import support_of
+from entp.errors import EngineWarning, InputError
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+every_change = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+MODES = {"entp": {}, "decoder": {}, "prefix": {"prefix": 2}}
+
+
+def changed(change: Change, **config: Any) -> tuple[entp.Transformer, Tensor]:
+    """A model that was used before it was changed, and inputs."""
+    model = random_model(layers=3, **config).to(DEVICE)
+    x = random_inputs(model, 2, 5).to(DEVICE)
+    for mode, options in MODES.items():
+        model(x, mode, **options)
+    change.apply(model)
+    return model.to(DEVICE), x
+
+
+def outputs_and_gradients(model: entp.Transformer, x: Tensor, mode: str, impl: str) -> list[Tensor]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    out = model(x, mode, impl=impl, **MODES[mode])
+    grads = torch.autograd.grad(out.square().sum(), trained, allow_unused=True)
+    return [out.detach(), *(torch.zeros_like(p) if g is None else g for p, g in zip(trained, grads, strict=True))]
+
+
+def worst(got: list[Tensor], want: list[Tensor]) -> float:
+    largest = max(float(w.abs().max()) for w in want)
+    return max(float((g - w).abs().max()) for g, w in zip(got, want, strict=True)) / largest
+
+
+@every_change
+@pytest.mark.parametrize("mode", MODES)
+def test_auto_is_exact_for_a_changed_model(change: Change, mode: str) -> None:
+    model, x = changed(change)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EngineWarning)
+        got = outputs_and_gradients(model, x, mode, "auto")
+    assert worst(got, outputs_and_gradients(model, x, mode, "reference")) < 1e-9
+
+
+@every_change
+def test_packed_is_exact_or_refused_for_a_changed_model(change: Change) -> None:
+    model, x = changed(change)
+    if not change.packed:
+        with pytest.raises(InputError, match=r"impl 'packed' is not exact for this model: .*impl='reference'"):
+            model(x, impl="packed")
+        return
+    got = outputs_and_gradients(model, x, "entp", "packed")
+    assert worst(got, outputs_and_gradients(model, x, "entp", "reference")) < 1e-9
+
+
+@every_change
+@pytest.mark.parametrize("mode", MODES)
+def test_kernels_are_exact_or_refused_for_a_changed_model(change: Change, mode: str) -> None:
+    model, x = changed(change)
+    if not change.triton:
+        with pytest.raises(InputError, match=r"impl 'triton' cannot run here: .*impl='packed'"):
+            model(x, mode, impl="triton", **MODES[mode])
+        return
+    got = outputs_and_gradients(model, x, mode, "triton")
+    assert worst(got, outputs_and_gradients(model, x, mode, "reference")) < 1e-9
+
+
+@every_change
+@pytest.mark.parametrize("mode", MODES)
+def test_generation_of_a_changed_model_is_that_without_a_cache(change: Change, mode: str) -> None:
+    """Greedy tokens of prompts of two lengths, also where a step was captured before the change."""
+    model = random_model(layers=3).to(DEVICE)
+    prompts = [[1, 2, 3], [4]]
+    for _ in range(3):
+        entp.generate(model, prompts, 4, mode)
+    change.apply(model)
+    model.to(DEVICE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EngineWarning)
+        got = entp.generate(model, prompts, 12, mode)
+    assert got == entp.generate(model, prompts, 12, mode, cache=False)
+
+
+def test_each_change_changes_what_is_computed() -> None:
+    """Otherwise the tests above could not fail."""
+    same = {"frozen weights", "compiled block", "embedding with a largest norm"}
+    for name, change in CHANGES.items():
+        model = random_model(layers=3)
+        x = random_inputs(model, 2, 5)
+        before = model(x, impl="reference")
+        change.apply(model)
+        moved = float((model(x, impl="reference") - before).detach().abs().max())
+        assert (moved > 1e-4) != (name in same and moved == 0), name
+
+
+# What auto says
+
+
+def test_a_slower_implementation_is_announced_once() -> None:
+    model = random_model().to(DEVICE)
+    x = random_inputs(model, 2, 5).to(DEVICE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x)  # the usual one
+    model.blocks[1].register_forward_hook(lambda _m, _i, out: 2 * out)
+    with pytest.warns(EngineWarning, match="by the reference implementation.*block 1 has a hook"):
+        model(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x)
+
+
+def test_the_reason_names_the_module() -> None:
+    model = random_model()
+    model.blocks[1].fc = Lora(model.blocks[1].fc)  # type: ignore[arg-type]
+    assert support_of(model).kernels == "blocks.1.fc is a Lora"
+    assert choose("auto", "cpu", model).impl == "packed"
+    model.blocks[0].register_forward_pre_hook(lambda *_: None)
+    assert choose("packed", "cpu", random_model()).impl == "packed"
+    with pytest.raises(InputError, match="block 0 has a hook"):
+        choose("packed", "cpu", model)
+
+
+def test_dropout_is_refused_in_training_and_taken_in_evaluation() -> None:
+    model = random_model()
+    model.blocks[1].activation = nn.Sequential(nn.GELU("tanh"), nn.Dropout(0.5))
+    x = random_inputs(model, 2, 5)
+    model.train()
+    with pytest.raises(InputError, match=r"blocks\.1\.activation\.1 is active dropout.*model\.eval\(\)"):
+        model(x, impl="packed")
+    model.eval()
+    torch.testing.assert_close(model(x, impl="packed"), model(x, impl="reference"))
+
+
+def test_global_hooks_are_compared_and_keep_the_kernels_out() -> None:
+    model = random_model()
+    x = random_inputs(model, 2, 5)
+    assert support_of(model).kernels is None
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, _i, out: 2 * out if isinstance(module, nn.Linear) else None
+    )
+    try:
+        assert support_of(model).kernels == "a global module hook is registered"
+        torch.testing.assert_close(model(x, impl="packed"), model(x, impl="reference"))
+    finally:
+        handle.remove()
+    assert support_of(model).kernels is None
+
+
+def test_a_class_that_is_patched_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model()
+    x = random_inputs(model, 2, 5)
+    model(x)
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * nn.functional.linear(x, self.weight, self.bias))
+    assert "is a Linear" in str(support_of(model).kernels)
+    torch.testing.assert_close(model(x, impl="packed"), model(x, impl="reference"))
+    monkeypatch.setattr(entp.Transformer, "encode", lambda self, x, ids=None: self.embed(x, ids))
+    with pytest.raises(InputError, match="with another encode"):
+        model(x, impl="packed")
+
+
+# The fingerprint
+
+
+def test_the_fingerprint_follows_every_change_and_its_end() -> None:
+    model = random_model()
+    before = support_of(model)
+    assert support_of(model) is before
+    handle = model.blocks[0].fc.register_forward_hook(lambda *_: None)
+    hooked = support_of(model)
+    assert hooked is not before
+    handle.remove()
+    assert support_of(model) is before
+    model.eval()
+    assert support_of(model) is before  # nothing in it depends on training
+    model.blocks[0].fc.weight = nn.Parameter(model.blocks[0].fc.weight.detach().clone())
+    replaced = support_of(model)
+    assert replaced is not before
+    model.blocks[0].scale = 0.3
+    assert support_of(model) is not replaced
+
+
+def test_a_model_is_forgotten_with_its_last_reference() -> None:
+    model = random_model()
+    model(random_inputs(model, 1, 3))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_comparing_a_fingerprint_takes_about_a_microsecond_a_module() -> None:
+    """Measured at 0.4 to 0.8; a busy machine may take several times as long."""
+    with torch.device("meta"):
+        model = entp.Transformer(entp.ModelConfig(vocab=64, positions=64, **entp.SIZES["large"]))
+    support_of(model)
+    best = float("inf")
+    for _ in range(200):
+        start = time.perf_counter()
+        support_of(model)
+        best = min(best, time.perf_counter() - start)
+    each = best / len(list(model.modules()))
+    print(f"{each * 1e6:.2f} us a module")
+    assert each < 3e-6
+
+
+# entp.check
+
+
+def test_check_finds_every_implementation_exact() -> None:
+    report = entp.check(random_model(layers=3).to(DEVICE), length=5, batch=2)
+    assert report.exact
+    assert {(row.mode, row.implementation) for row in report.rows if row.outputs is not None} >= {
+        ("entp", "packed"),
+        ("entp", "triton"),
+        ("decoder", "triton"),
+        ("prefix", "triton"),
+    }
+    assert len([row for row in report.rows if row.implementation.startswith("generation")]) == 3
+    assert all(row.outputs is not None and row.outputs < 1e-12 for row in report.rows)
+    assert "auto takes" in str(report)
+
+
+def test_check_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = packed.first_layer
+    monkeypatch.setattr(packed, "first_layer", lambda *args: 1.001 * right(*args))
+    report = entp.check(random_model(layers=3), length=5, batch=2)
+    assert not report.exact
+    assert [row.verdict[:5] for row in report.rows if row.implementation == "packed"] == ["WRONG"]
+
+
+def test_check_finds_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = packed.first_layer
+    monkeypatch.setattr(packed, "first_layer", lambda *args: (out := right(*args)).detach() + 0.999 * (out - out.detach()))
+    row = next(row for row in entp.check(random_model(layers=3), length=5).rows if row.implementation == "packed")
+    assert row.outputs is not None
+    assert row.outputs < 1e-12
+    assert row.verdict.startswith("WRONG")
+
+
+def test_check_says_why_an_implementation_is_not_used() -> None:
+    model = random_model(layers=3, position="relative")
+    triton = [row for row in entp.check(model, length=5, batch=2).rows if row.implementation == "triton"]
+    assert {row.verdict for row in triton} == {"not used: the model has a bias on attention scores"}
+
+
+def test_check_leaves_the_model_as_it_is() -> None:
+    model = random_model()
+    model(random_inputs(model, 1, 3)).sum().backward()
+    before = [(p.detach().clone(), p.grad.clone()) for p in model.parameters() if p.grad is not None]
+    state = torch.random.get_rng_state()
+    entp.check(model, length=4)
+    after = [(p, p.grad) for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for one, two in zip(before, after, strict=True) for a, b in zip(one, two, strict=True))
+    assert torch.equal(state, torch.random.get_rng_state())

@@ -22,15 +22,12 @@ from entp.engine.arguments import as_at, as_budget, check_inputs, check_mask, po
 from entp.engine.budget import default_token_budget
 from entp.engine.layout import positions_of, split, trim
 from entp.engine.protocol import ModelProtocol
-from entp.engine.support import Support, compare_once, support_of
+from entp.engine.support import Compute, Support, compare_once, support_of
 from entp.errors import EngineWarning, InputError, one_of
 
 LARGEST_HEAD, LARGEST_QUERIES = 128, {2: 2**14, 4: 2**14, 8: 2**12}
 """Limits of the Triton kernels, whose shared memory is 227 KiB: numbers in a head, and in the queries of all heads, each as
 wide as a row, by the bytes of a number."""
-
-Compute = Callable[[ModelProtocol, Tensor, Tensor, Tensor | None], Tensor]
-"""(model, x, wanted, position_ids) -> the last block's rows at the end of each wanted prefix."""
 
 
 class Choice(NamedTuple):
@@ -52,7 +49,8 @@ def choose(impl: str = "auto", device: torch.device | str = "cpu", model: ModelP
     support = None if model is None else support_of(model)
     no_kernels = triton_missing(where) or _no_kernels(model, support, where)
     if impl == "triton" and no_kernels:
-        raise InputError(f"impl 'triton' cannot run here: {no_kernels}. Use impl='packed', which gives the same numbers.")
+        other = "reference" if support is not None and support.rows else "packed"
+        raise InputError(f"impl 'triton' cannot run here: {no_kernels}. Use impl='{other}', which gives the same numbers.")
     if impl == "packed" and support is not None and support.rows:
         raise _not_exact(support.rows)
     if impl != "auto":
@@ -106,19 +104,19 @@ def _too_much_for_kernels(model: Any, device: torch.device) -> str | None:
     return None
 
 
-def resolve(impl: str, model: ModelProtocol, x: Tensor, position_ids: Tensor | None) -> str:
+def resolve(impl: str, model: ModelProtocol, x: Tensor, position_ids: Tensor | None) -> Choice:
     """The implementation for these inputs: `choose`, and packed only after a comparison if the model has unknown modules."""
     choice = choose(impl, x.device, model)
     support = support_of(model)
     if choice.impl != "packed" or support.unknown is None:
-        return choice.impl
+        return choice
     wrong = compare_once(model, x, position_ids, packed.prefix_hidden, reference.prefix_hidden)
     if wrong is None:
-        return "packed"
+        return choice
     reason = f"{support.unknown}, and {wrong}"
     if impl == "packed":
         raise _not_exact(reason)
-    return _slower("reference", support, reason).impl
+    return _slower("reference", support, reason)
 
 
 def _implementation(name: str, generous: bool) -> Compute:
@@ -155,7 +153,7 @@ def all_prefixes(
     """
     at = as_at(at)
     x, lengths, ids = check_inputs(model, x, lengths, position_ids)
-    compute = _implementation(resolve(impl, model, x, ids), token_budget is not None)
+    compute = _implementation(resolve(impl, model, x, ids).impl, token_budget is not None)
     wanted = wanted_prefixes(x, at, lengths)
     budget = as_budget(token_budget) or default_token_budget(model, x.device)
     rows = _in_chunks(compute, model, x, wanted, budget, ids)
@@ -246,7 +244,7 @@ def masked_hidden(
     encode: Callable[..., Tensor] = model.encode
     if mode == "prefix" and isinstance(prefix, int) and prefix >= x.shape[1] and lengths is None:
         return encode(x, position_ids)
-    if not _takes_masks(type(model)):
+    if not _takes_masks(getattr(encode, "__func__", encode)):
         raise InputError(
             f"mode {mode} needs a model whose encode takes mask= and causal=, and {type(model).__name__}'s does not."
         )
@@ -256,8 +254,8 @@ def masked_hidden(
 
 
 @functools.cache
-def _takes_masks(kind: type[ModelProtocol]) -> bool:
-    return {"mask", "causal"} <= set(inspect.signature(kind.encode).parameters)
+def _takes_masks(encode: Callable[..., Tensor]) -> bool:
+    return {"mask", "causal"} <= set(inspect.signature(encode).parameters)
 
 
 def wanted_prefixes(x: Tensor, at: Tensor | Sequence[int] | None, lengths: Tensor | None) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from entp.config import MODES
-from entp.engine.api import choose, predict
+from entp.engine.api import predict, resolve
 from entp.engine.arguments import check_inputs
 from entp.engine.caches import DecoderCache, EntpCache, NoCache
 from entp.engine.generate import make_cache
@@ -75,8 +75,9 @@ def check(
         for mode in MODES:
             rows += _compare_mode(model, x, ids, mode)
         if getattr(model, "vocab", None) is not None:
-            rows += [_compare_cache(model, x, ids, mode) for mode in MODES if any(r.mode == mode for r in rows)]
-        auto = choose("auto", x.device, model)
+            runs = [mode for mode in MODES if not any(r.mode == mode and r.implementation == "reference" for r in rows)]
+            rows += [_compare_cache(model, x, ids, mode) for mode in runs]
+        auto = resolve("auto", model, x, ids)
     return Report(_describe(model, x), tuple(rows), f"{auto.impl}: {auto.reason}")
 
 
@@ -157,7 +158,7 @@ def _compare_cache(model: Any, x: Tensor, ids: Tensor | None, mode: str) -> Row:
     first = max(1, time // 2)
     lengths = torch.full((batch,), first, device=x.device)
     prefix = lengths if mode == "prefix" else None
-    cache = make_cache(model, mode, time, prefix, tokens_BT=x)
+    cache = make_cache(model, mode, time, prefix, tokens_BT=x, position_ids=ids)
     name = "generation, cached"
     if isinstance(cache, NoCache):
         return Row(mode, name, None, None, "not used: no cache is exact for this model")

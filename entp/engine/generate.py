@@ -96,7 +96,7 @@ def generate(
     lengths = torch.tensor([len(row) for row in rows], device=device)
     first = _prefix_lengths(prefix, rows).to(device) if mode == "prefix" else None
     tokens = _padded(rows).to(device)
-    kept = make_cache(model, mode, reads, first, cache, tokens)
+    kept = make_cache(model, mode, reads, first, cache, tokens, None if position_ids is None else position_ids(tokens))
     source = _Source(sampling, _generator(seed, device), stop)
     new = _continue(kept, tokens, lengths, max_new_tokens, source, position_ids)
     if isinstance(prompts, Tensor):
@@ -147,13 +147,14 @@ def make_cache(
     prefix_B: Tensor | None = None,
     cache: bool = True,
     tokens_BT: Tensor | None = None,
+    position_ids: Tensor | None = None,
 ) -> Cache:
     """What generation in a mode keeps between tokens, on the model's device, for up to `capacity` tokens read.
 
-    A model for which no cache is exact gets none, with a warning. tokens_BT: the prompts, on which a model with unknown
-    modules is compared with the reference first; without them it gets no cache.
+    A model for which no cache is exact gets none, with a warning. tokens_BT, position_ids: the prompts, on which a model with
+    unknown modules is compared with the reference first; without them it gets no cache.
     """
-    if not cache or not _can_cache(model, tokens_BT):
+    if not cache or not _can_cache(model, tokens_BT, position_ids):
         return NoCache(model, mode, prefix_B)
     device = next(model.parameters()).device  # type: ignore[attr-defined]
     decoder = mode != "entp" or depth(model) == 1  # one layer: ENTP and decoder are the same function
@@ -165,12 +166,12 @@ def make_cache(
     return DecoderCache(model, capacity, prefix_B) if decoder else EntpCache(model, capacity)
 
 
-def _can_cache(model: ModelProtocol, tokens_BT: Tensor | None) -> bool:
+def _can_cache(model: ModelProtocol, tokens_BT: Tensor | None, position_ids: Tensor | None) -> bool:
     """Are `project` and `finish` exact for this model? Caches are made of them."""
     support = support_of(model)
     if support.unknown is None:
         return support.rows is None or choose("auto", "cpu", model).impl != "reference"
-    return tokens_BT is not None and resolve("auto", model, tokens_BT, None) != "reference"
+    return tokens_BT is not None and resolve("auto", model, tokens_BT, position_ids).impl != "reference"
 
 
 def _continue(

@@ -35,6 +35,7 @@ MOST_KNOWN = 4
 """States of one model that are remembered: in training and in evaluation, with and without a hook."""
 
 _registered: dict[type, dict[str, FunctionType]] = {}
+_readable: set[type] = set()
 _rowwise: dict[type[nn.Module], Any] = {
     kind: kind.forward
     for kind in (
@@ -44,9 +45,14 @@ _rowwise: dict[type[nn.Module], Any] = {
 }
 
 
-def register(kind: type, *methods: str) -> None:
-    """Declare a class of models or blocks whose `methods` agree with each other, as they are now."""
+def register(kind: type, *methods: str, kernels: bool = False) -> None:
+    """Declare a class of models or blocks whose `methods` agree with each other, as they are now.
+
+    kernels: its modules and their names are those of entp.model, so that the kernels can read its weights.
+    """
     _registered[kind] = {name: getattr(kind, name) for name in methods}
+    if kernels:
+        _readable.add(kind)
 
 
 def register_rowwise(*kinds: type[nn.Module]) -> None:
@@ -187,14 +193,14 @@ def _why_not_rows(model: Any) -> str | None:
     """Why the model's methods may not be what its forward pass computes, or None."""
     changed = _changed(model, "the model", skip=("embed", "readout", "attention_bias"))
     if changed:
-        return changed
+        return f"{changed}, which only its own forward pass calls"
     for number, block in enumerate(model.stack()):
         name = f"block {number}"
         if isinstance(block, nn.Module) and _hooked(block):
             return f"{name} has a hook, which only its own forward pass runs"
         changed = _changed(block, name, skip=("project", "finish"))
         if changed:
-            return changed
+            return f"{changed}, which only its own forward pass calls"
     for name, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.training and module.p > 0:
             return f"{name} is active dropout, and each implementation would draw its own numbers: call model.eval()"
@@ -213,9 +219,9 @@ def _changed(thing: Any, name: str, skip: tuple[str, ...] = ()) -> str | None:
         if method in skip:
             continue
         if method in getattr(thing, "__dict__", {}):
-            return f"{name} has a {method} of its own, which only its own forward pass calls"
+            return f"{name} has a {method} of its own"
         if getattr(type(thing), method) is not original:
-            return f"{name} is a {type(thing).__name__} with another {method}, which only its own forward pass calls"
+            return f"{name} is a {type(thing).__name__} with another {method}"
     return None
 
 
@@ -266,6 +272,8 @@ def _unusual(module: nn.Module, kinds: dict[type, Any]) -> str | None:
 def _why_not_kernels(model: Any) -> str | None:
     """Why the kernels do not compute what this model does, or None. All its modules are known and have no hooks."""
     blocks = list(dict.fromkeys(model.stack()))
+    if not _is_readable(model):
+        return "the kernels read the weights of entp.Transformer only"
     if getattr(model, "relative", None) is not None:
         return "the model has a bias on attention scores"
     for number, block in enumerate(blocks):
@@ -285,12 +293,20 @@ def _why_not_kernels(model: Any) -> str | None:
     return None
 
 
+def _is_readable(model: Any) -> bool:
+    """Are the model and its blocks of classes whose weights the kernels know how to read?"""
+    return all(type(part) in _readable for part in (model, *model.stack()))
+
+
 def _why_not_block(block: Any, width: int) -> str | None:
     """Why the kernels do not compute what a block does, or None."""
     if not block.pre_norm:
         return "its norms come after the residuals"
     if block.kv_heads != block.heads:
         return f"it has {block.kv_heads} key and value heads for {block.heads} queries"
+    why = _why_not_activation(block.activation)
+    if why:
+        return why
     shapes = {"qkv": (3 * width, width), "proj": (width, width), "fc": (4 * width, width), "out": (width, 4 * width)}
     for name, shape in shapes.items():
         why = _why_not_linear(getattr(block, name), shape)
@@ -302,7 +318,7 @@ def _why_not_block(block: Any, width: int) -> str | None:
             return f"{name} {why}"
     if block.rotary is not None and not hasattr(block.rotary, "table"):
         return f"its rotary positions are a {type(block.rotary).__name__}"
-    return _why_not_activation(block.activation)
+    return None
 
 
 def _why_not_linear(layer: nn.Module, shape: tuple[int, int]) -> str | None:
@@ -348,7 +364,7 @@ def absorbs(model: ModelProtocol) -> bool:
     """May packed move the last layer's key and value matrices to the query's side? Only if it can read them."""
     support = support_of(model)
     block: Any = model.stack()[-1]
-    if support.rows or support.unknown or getattr(model, "relative", None) is not None:
+    if support.rows or support.unknown or not _is_readable(model) or getattr(model, "relative", None) is not None:
         return False
     size = model.width // block.heads
     return block.rotary is None and _why_not_linear(block.qkv, ((block.heads + 2 * block.kv_heads) * size, model.width)) is None
@@ -370,44 +386,49 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torc
 """Largest difference that is rounding, relative to the largest number compared."""
 FEW = (2, 5)
 """Sequences and tokens of them that are compared."""
+Compute = Callable[[ModelProtocol, Tensor, Tensor, Tensor | None], Tensor]
+"""(model, x, wanted, position_ids) -> the last block's rows at the end of each wanted prefix."""
 
 
-def compare_once(
-    model: ModelProtocol, x: Tensor, position_ids: Tensor | None, run: Callable[..., Tensor], reference: Callable[..., Tensor]
-) -> str | None:
+def compare_once(model: ModelProtocol, x: Tensor, position_ids: Tensor | None, run: Compute, reference: Compute) -> str | None:
     """What is wrong with `run` for a model with unknown modules: compared with the reference on the first tokens of x.
 
-    Both are functions (model, x, wanted, position_ids) to rows. The answer is kept as long as the model does not change.
+    Outputs, and gradients where they are recorded. The answer is kept as long as the model does not change.
     """
     support = support_of(model)
     kind = next((p.dtype for p in model.parameters()), torch.float32)  # type: ignore[attr-defined]
-    key = kind, min(x.shape[1], FEW[1])  # what a single token shows says little about several
+    key = kind, min(x.shape[1], FEW[1]), torch.is_grad_enabled()  # what a single token shows says little about several
     if key not in support.compared:
-        support.compared[key] = _difference(model, x, position_ids, run, reference, TOLERANCE.get(kind, 1e-4))
+        few = x[: FEW[0], : FEW[1]].detach()
+        ids = None if position_ids is None else position_ids[: FEW[0], : FEW[1]]
+        support.compared[key] = _difference(model, few, ids, run, reference, TOLERANCE.get(kind, 1e-4))
     return support.compared[key]
 
 
-@torch.no_grad()
 def _difference(
-    model: ModelProtocol,
-    x: Tensor,
-    position_ids: Tensor | None,
-    run: Callable[..., Tensor],
-    reference: Callable[..., Tensor],
-    tolerance: float,
+    model: ModelProtocol, x: Tensor, ids: Tensor | None, run: Compute, reference: Compute, tolerance: float
 ) -> str | None:
-    """A sentence about how far two functions are apart on a few tokens, or None."""
-    few = x[: FEW[0], : FEW[1]]
-    ids = None if position_ids is None else position_ids[: FEW[0], : FEW[1]]
-    wanted = torch.ones(few.shape[:2], dtype=torch.bool)
-    devices = [x.device] if x.is_cuda else []
-    with torch.random.fork_rng(devices=devices), torch.autocast(x.device.type, enabled=False):
-        want = reference(model, few, wanted, ids)
+    """A sentence about how far two functions are apart, or None."""
+    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []), torch.autocast(x.device.type, enabled=False):
+        want = _rows_and_gradients(model, x, ids, reference)
         try:
-            got = run(model, few, wanted, ids)
+            got = _rows_and_gradients(model, x, ids, run)
         except Exception as error:
             return f"it fails on packed rows ({type(error).__name__}: {error})"
-    off, size = float((got - want).abs().max()), float(want.abs().max())
-    if off <= tolerance * max(size, 1e-30):
-        return None
-    return f"packed is off by {off:.2g} where the largest number is {size:.2g}"
+    for what, one, two in (("packed is", got[:1], want[:1]), ("packed's gradients are", got[1:], want[1:])):
+        size = max((float(t.abs().max()) for t in two if t.numel()), default=0.0)
+        off = max((float((a - b).abs().max()) for a, b in zip(one, two, strict=True) if b.numel()), default=0.0)
+        if not off <= tolerance * max(size, 1e-30):
+            return f"{what} off by {off:.2g} where the largest number is {size:.2g}"
+    return None
+
+
+def _rows_and_gradients(model: Any, x: Tensor, ids: Tensor | None, run: Compute) -> list[Tensor]:
+    """Rows, and if gradients are recorded those of the trained parameters, of a sum that weighs each number differently."""
+    rows = run(model, x, torch.ones(x.shape[:2], dtype=torch.bool), ids)
+    if not rows.requires_grad:
+        return [rows]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    weight = torch.cos(torch.arange(rows.numel(), device=rows.device)).view_as(rows).to(rows.dtype)
+    found = torch.autograd.grad((weight * rows).sum(), trained, allow_unused=True)
+    return [rows.detach(), *(torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True))]

@@ -146,6 +146,6 @@ def _make_head(config: ModelConfig) -> nn.Linear | None:
     return nn.Linear(config.width, config.vocab, bias=False)
 
 
-support.register(Transformer, "encode", "embed", "stack", "attention_bias", "readout")
-support.register(Block, "forward", "project", "finish", "split_heads")
+support.register(Transformer, "encode", "embed", "stack", "attention_bias", "readout", kernels=True)
+support.register(Block, "forward", "project", "finish", "split_heads", kernels=True)
 support.register_rowwise(Rotary, SwiGLU, RelativeBias)

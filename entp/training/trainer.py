@@ -156,7 +156,9 @@ def is_device_failure(error: RuntimeError) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return False
     failed = isinstance(error, getattr(torch, "AcceleratorError", ()))  # torch from 2.8 on
-    return failed or any(sign in str(error) for sign in ("CUDA error", "CUBLAS_STATUS", "cuBLASLt failed"))
+    return failed or any(
+        sign in str(error) for sign in ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS", "cuBLASLt failed")
+    )
 
 
 def _device_failed(error: RuntimeError, out: Path, step: int) -> str:

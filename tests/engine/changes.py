@@ -129,6 +129,12 @@ def hooked(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Transform
     return apply
 
 
+def scaled_gradient(model: Transformer) -> None:
+    """A backward hook that sees all rows together: outputs stay right, gradients would not."""
+    layer = model.blocks[1].fc
+    layer.register_full_backward_hook(lambda _m, grads, _o: (grads[0] / (1 + grads[0].norm()),))  # type: ignore[union-attr]
+
+
 def own_finish(model: Transformer) -> None:
     block: Any = model.blocks[0]
     block.finish = types.MethodType(lambda self, h, attended: h + 0.3 * self.proj(attended), block)
@@ -178,6 +184,7 @@ CHANGES: dict[str, Change] = {
     "hook on a block": Change(hooked("", lambda out: 1.5 * out), False, False),
     "hook inside a block": Change(hooked("fc", lambda out: 1.5 * out), True, False),
     "hook that mixes rows": Change(hooked("fc", lambda out: out + torch.roll(out, 1, -2)), False, False),
+    "backward hook that mixes rows": Change(scaled_gradient, False, False),
     "module that mixes rows": Change(put("fc", Shifted), False, False),
     "parametrization": Change(
         each_block(lambda block: parametrize.register_parametrization(block.fc, "weight", Doubled())), True, False

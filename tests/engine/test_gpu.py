@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from random_models import random_inputs, random_model
+from small_runs import entp as entp_command
 from small_runs import small_run
 from torch import Tensor
 
@@ -292,3 +295,78 @@ def test_all_algorithms_give_the_same_bits(shape: tuple[int, int, int], plain: b
     print(f"{shape}: {len(candidates)} algorithms")
     assert all(torch.equal(results[0], other) for other in results)
     assert bool(results[0].isfinite().all())
+
+
+# Lengths, and other processes
+
+
+def test_random_lengths_in_all_modes_while_others_use_the_gpu() -> None:
+    """Four processes at once, each 40 seconds of random lengths from 1 to 300, graphs on: see random_lengths.py."""
+    script = Path(__file__).with_name("random_lengths.py")
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(seed), "40"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for seed in range(4)
+    ]
+    outputs = [process.communicate(timeout=400)[0] for process in running]
+    for process, output in zip(running, outputs, strict=True):
+        print(output[-400:])
+        assert process.returncode == 0, output[-2000:]
+        assert f"seed {running.index(process)}: " in output
+
+
+FAILING = """
+import sys
+from dataclasses import dataclass
+import numpy as np
+from entp.bench.shapes import RandomTokens
+from entp.tasks.base import Batch
+
+@dataclass(frozen=True)
+class Bad(RandomTokens):
+    length: int = 6
+    vocab: int = 8
+    def batch(self, seed, split, step, size):
+        batch = super().batch(seed, split, step, size)
+        return Batch(batch.x + (10_000 if split == "train" and step == 12 else 0), batch.y)
+"""
+
+
+def test_a_failure_of_the_gpu_is_a_sentence_with_the_step_to_continue_from(tmp_path: Path) -> None:
+    """A token far outside the vocabulary in step 12 stops the device; the process ends by itself, without a stack."""
+    (tmp_path / "bad.py").write_text(FAILING)
+    options = ["--steps=40", "--batch=4", "--train.checkpoint-every=5", "--train.no-graph", "--device=cuda", "--out=run"]
+    done = entp_command("train", "bad:Bad", *options, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "the GPU failed at about step 1" in done.stderr
+    assert "continue from step-00000010 with --resume --out run" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "terminate called" not in done.stderr
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("shape", [(40, 256, 256, 256), (3, 24, 40, 8), (2, 7, 5, 3)], ids=str)
+def test_batched_products_equal_torchs_to_rounding(shape: tuple[int, int, int, int], turned: bool) -> None:
+    """(n, rows, inner, columns), with and without a matrix added, factors as stored and transposed."""
+    n, rows, inner, columns = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+    a, b, add = (
+        torch.randn(s, generator=generator, device="cuda").bfloat16()
+        for s in ((n, rows, inner), (n, inner, columns), (n, rows, columns))
+    )
+    if turned:
+        a, b = a.mT.contiguous().mT, b.mT.contiguous().mT
+    for more in (None, add):
+        got = cublaslt.batched_product(a, b, more, alpha=2.0, beta=-3.0)
+        want = 2 * (a.double() @ b.double()) - (0 if more is None else 3 * more.double())
+        size = 2 * (a.double().abs() @ b.double().abs()) + (0 if more is None else 3 * more.double().abs())
+        assert bool(((got.double() - want).abs() <= 2**-8 * want.abs() + 2**-22 * inner * size).all())
+    assert all(call.algorithm is None or call.batch for call in cublaslt._batched_calls.values())
+
+
+def test_products_at_unaligned_addresses_go_to_torch() -> None:
+    whole = torch.randn(64 * 64 + 1, device="cuda").bfloat16()
+    a, b = whole[1:].view(64, 64), torch.randn(64, 64, device="cuda").bfloat16()
+    assert not cublaslt._takes(a, b)
+    assert torch.equal(cublaslt.product(a, b), a @ b.T)

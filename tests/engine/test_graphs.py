@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from changes import CHANGES
 from small_runs import small_run
 from torch import Tensor
 
@@ -262,3 +263,42 @@ def test_a_run_from_a_gpu_continues_on_a_cpu_and_back(optimizer: str, tmp_path: 
         entp.train(run(steps), tmp_path / "parts", device=device, resume=steps > 5, quiet=True)
     whole, parts = ([r["loss"] for r in read_metrics(tmp_path / name)] for name in ("whole", "parts"))
     assert parts == pytest.approx(whole, rel=1e-4 if optimizer == "adamw" else 1e-2)  # muon works in bf16 on CUDA
+
+
+CHANGED = ["silu", "exact gelu", "lora", "hook on a block", "hook inside a block", "parametrization", "a finish of its own"]
+CHANGED += ["weights replaced", "frozen weights", "scale changed in place", "eps changed in place", "compiled block"]
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::entp.EngineWarning")
+@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix"])
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_model_changed_between_steps_is_trained_as_by_the_reference(name: str, mode: str) -> None:
+    """Steps by graph, then a change of the model, then more steps: losses and norms are those of plain reference steps."""
+    run = small_run(mode=mode, train=FP32)
+    data = batches(run, EAGER_STEPS + 3)
+    found = []
+    for settings in ({}, {"impl": "reference", "graph": False}):
+        state, stepper = start(changed(run, **settings), "cuda")
+        before = go(stepper, data)
+        assert len(stepper.graphs) == (0 if settings else 1)
+        torch.manual_seed(0)
+        CHANGES[name].apply(state.model)
+        state.model.to("cuda")
+        found.append([*before, *go(stepper, data)])
+    assert np.array(found[0]) == pytest.approx(np.array(found[1]), rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["entp", "decoder"])
+def test_weights_that_moved_are_captured_anew(mode: str) -> None:
+    run = small_run(mode=mode, train=FP32)
+    data = batches(run, EAGER_STEPS + 3)
+    found = []
+    for settings in ({}, {"graph": False}):
+        state, stepper = start(changed(run, **settings), "cuda")
+        before = go(stepper, data)
+        for p in state.model.parameters():
+            p.data = p.data * 1.1  # other memory
+        found.append([*before, *go(stepper, data)])
+    assert np.array(found[0]) == pytest.approx(np.array(found[1]), rel=1e-3)

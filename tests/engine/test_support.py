@@ -15,7 +15,7 @@ from random_models import random_inputs, random_model
 from torch import Tensor, nn
 
 import entp
-from entp.engine import packed
+from entp.engine import packed, support
 from entp.engine.api import choose
 from entp.engine.support import support_of
 from entp.errors import EngineWarning, InputError
@@ -76,7 +76,7 @@ def test_packed_is_exact_or_refused_for_a_changed_model(change: Change) -> None:
 def test_kernels_are_exact_or_refused_for_a_changed_model(change: Change, mode: str) -> None:
     model, x = changed(change)
     if not change.triton:
-        with pytest.raises(InputError, match=r"impl 'triton' cannot run here: .*impl='packed'"):
+        with pytest.raises(InputError, match=r"impl 'triton' cannot run here: .*impl='(packed|reference)'"):
             model(x, mode, impl="triton", **MODES[mode])
         return
     got = outputs_and_gradients(model, x, mode, "triton")
@@ -101,7 +101,7 @@ def test_generation_of_a_changed_model_is_that_without_a_cache(change: Change, m
 
 def test_each_change_changes_what_is_computed() -> None:
     """Otherwise the tests above could not fail."""
-    same = {"frozen weights", "compiled block", "embedding with a largest norm"}
+    same = {"backward hook that mixes rows", "frozen weights", "compiled block", "embedding with a largest norm"}
     for name, change in CHANGES.items():
         model = random_model(layers=3)
         x = random_inputs(model, 2, 5)
@@ -257,9 +257,47 @@ def test_check_finds_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_check_says_why_an_implementation_is_not_used() -> None:
-    model = random_model(layers=3, position="relative")
+    model = random_model(layers=3, position="relative").to(DEVICE)
     triton = [row for row in entp.check(model, length=5, batch=2).rows if row.implementation == "triton"]
     assert {row.verdict for row in triton} == {"not used: the model has a bias on attention scores"}
+
+
+def test_check_says_what_auto_takes_after_the_comparison() -> None:
+    model, _ = changed(CHANGES["module that mixes rows"])
+    report = entp.check(model, length=5, batch=2)
+    assert "auto takes reference" in str(report)
+    assert report.exact
+
+
+def test_check_of_a_model_without_masks() -> None:
+    class Plain(entp.Transformer):
+        def encode(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:  # type: ignore[override]
+            return super().encode(x, position_ids)
+
+    report = entp.check(Plain(entp.ModelConfig(vocab=11, positions=9, layers=2, heads=2, width=8)).double(), length=5)
+    assert report.exact
+    told = {row.verdict for row in report.rows if row.mode == "decoder"}
+    assert told == {"not used: mode decoder needs a model whose encode takes mask= and causal=, and Plain's does not"}
+
+
+def test_a_compiled_model_runs_in_every_mode() -> None:
+    model = random_model()
+    x = random_inputs(model, 2, 5)
+    whole: Any = torch.compile(model, backend="eager")
+    for mode, options in MODES.items():
+        torch.testing.assert_close(entp.predict(whole, x, mode, **options), model(x, mode, impl="reference", **options))
+
+
+def test_registered_classes_of_ones_own_are_packed_and_not_read() -> None:
+    class Mine(entp.Transformer):
+        pass
+
+    support.register(Mine, "encode", "embed", "stack", "attention_bias", "readout")
+    model = Mine(entp.ModelConfig(vocab=11, positions=9, layers=2, heads=2, width=8))
+    assert support_of(model).kernels == "the kernels read the weights of entp.Transformer only"
+    assert choose("packed", "cpu", model).impl == "packed"
+    x = torch.randint(11, (2, 5))
+    torch.testing.assert_close(model(x, impl="packed"), model(x, impl="reference"))
 
 
 def test_check_leaves_the_model_as_it_is() -> None:

@@ -1,0 +1,98 @@
+"""Train on sequences of random lengths by kernels and graphs, beside torch's own: `python random_lengths.py SEED SECONDS`.
+
+Prints one line for each length and mode, and ends with an error where losses or gradient norms differ. Run several at once:
+processes that share a GPU have found what one alone did not.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from entp.bench.shapes import RandomTokens
+from entp.config import Mode, ModelConfig, OptimConfig, Run, TrainConfig
+from entp.engine.layout import rows_of
+from entp.tasks.base import IGNORE, Batch
+from entp.training.distributed import World
+from entp.training.step import EAGER_STEPS, Stepper
+from entp.training.trainer import new_state
+
+LONGEST, MODES = 300, ("decoder", "entp", "prefix")
+STEPS = EAGER_STEPS + 4
+
+
+class WithPrefix(RandomTokens):
+    """The same with a third of the tokens as the prefix of mode prefix."""
+
+    @property
+    def prefix(self) -> int:
+        return max(1, self.length // 3)
+
+
+def draw_run(rng: np.random.Generator) -> Run:
+    """A random length, mode, depth and width; Muon as in the run that once ended in a CUDA error, or AdamW."""
+    length, mode = int(rng.integers(1, LONGEST + 1)), str(rng.choice(MODES))
+    heads, width = ((2, 64), (4, 256))[int(rng.integers(2))]
+    layers, task = int(rng.choice([1, 2, 5, 10])), WithPrefix(length, 8)
+    model = ModelConfig(vocab=8, positions=length, layers=layers, heads=heads, width=width)
+    if rng.random() < 0.3:
+        model = replace(model, position="rotary")
+    optim = OptimConfig("muon", max_lr=1e-3, min_lr=1e-4, whiten=300) if rng.random() < 0.5 else OptimConfig()
+    tokens = 12_000 if mode == "entp" else 17_536
+    batch = max(1, min(128, tokens // length))
+    return Run(task, model, mode, batch=batch, optim=optim)  # type: ignore[arg-type]
+
+
+def some_targets(run: Run, rng: np.random.Generator) -> Batch:
+    """A batch with targets at the last positions only: at most eight where each of them is a prefix of its own."""
+    batch = run.task.batch(0, "train", 0, run.batch)
+    y = batch.y.copy()
+    y[:, : max(0, y.shape[1] - int(rng.integers(1, 9)))] = IGNORE
+    return Batch(batch.x, y)
+
+
+def losses(run: Run, batch: Batch) -> list[tuple[float, float]]:
+    """Loss and gradient norm of a few steps on one batch."""
+    state = new_state(run, torch.device("cuda"))
+    stepper = Stepper(run, state, torch.device("cuda"), World())
+    found = []
+    for _ in range(STEPS):
+        loss, norm, _ = stepper(batch)
+        found.append((float(loss), float(norm)))
+        state.step += 1
+    assert len(stepper.graphs) == int(run.train.graph)
+    return found
+
+
+def compare(run: Run, batch: Batch) -> float:
+    """The largest difference between kernels with graphs and torch's own without, as a fraction, in fp32."""
+    kernels = replace(run, train=TrainConfig(impl="triton", precision="fp32"))
+    plain = replace(run, train=TrainConfig(impl="packed", precision="fp32", graph=False))
+    got, want = np.array(losses(kernels, batch)), np.array(losses(plain, batch))
+    return float((np.abs(got - want) / np.abs(want)).max())
+
+
+def main(seed: int, seconds: float) -> None:
+    rng, end, number = np.random.default_rng(seed), time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        run = draw_run(rng)
+        batch = some_targets(run, rng)
+        close = 1e-4 if run.optim.name == "adamw" else 2e-2  # muon works in bf16 on CUDA
+        off = compare(run, batch)
+        half = losses(replace(run, train=TrainConfig(impl="triton", precision="bf16")), batch)
+        rows = sum(rows_of(torch.from_numpy(batch.y != IGNORE)))
+        mode: Mode = run.mode
+        name = f"{run.task.length} tokens x {run.batch}, {mode}, {rows} rows, {run.model.layers} layers of {run.model.width}"  # type: ignore[attr-defined]
+        print(f"{name}, {run.model.position}, {run.optim.name}: off by {off:.1e}", flush=True)
+        assert off < close, name
+        assert np.isfinite(half).all(), name
+        number += 1
+    print(f"seed {seed}: {number} lengths", flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), float(sys.argv[2]))

@@ -26,14 +26,24 @@ class ModelOptions:
     """Attention heads."""
     width: int | None = None
     """Embedding dimension."""
-    norm: Literal["layer", "none"] | None = None
-    """Layer normalisation or none."""
-    activation: Literal["gelu", "relu"] | None = None
+    norm: Literal["layer", "rms", "none"] | None = None
+    """LayerNorm, RMSNorm or none."""
+    norm_placement: Literal["pre", "post"] | None = None
+    """Norms before attention and MLP, or after their residuals."""
+    activation: Literal["gelu", "gelu-exact", "relu", "silu", "swiglu"] | None = None
     """The MLP's non-linearity."""
-    position: Literal["learned", "none"] | None = None
-    """Learned position vectors or none."""
+    position: Literal["learned", "sinusoidal", "rotary", "relative", "none"] | None = None
+    """How positions enter: a learned table, sinusoids, rotated queries and keys, a bias by distance, or not at all."""
     scale: Literal["sqrt", "one"] | None = None
     """Scores multiplied by 1/sqrt(head size) or by 1."""
+    kv_heads: int | None = None
+    """Key and value heads, each shared by a group of queries."""
+    loops: int | None = None
+    """How many times the blocks run, with the same weights."""
+    bias: bool | None = None
+    """Biases in the blocks' linear layers."""
+    tied_head: bool | None = None
+    """Vocabulary logits from the embedding's own weights."""
 
     def changes(self) -> dict[str, Any]:
         return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
@@ -115,7 +125,7 @@ class GenerateOptions:
     prompt: list[str] = field(default_factory=list)
     """One or more prompts, such as "3 1 4 1 5" (default: three from the task's test stream)."""
     max_new_tokens: int | None = None
-    """Tokens to add (default: as many as the model has positions for)."""
+    """Tokens to add (default: up to the last one that the task asks for)."""
     mode: Mode | None = None
     """Mode of attention (default: the run's)."""
     temperature: float = 0.0

@@ -247,6 +247,56 @@ def test_generate_continues_prompts(first: Path) -> None:
     assert [len(line.split()) for line in fresh] == [10, 10, 10]
 
 
+SORT = """
+from dataclasses import dataclass
+from typing import Any, ClassVar
+import numpy as np
+from entp.tasks import Batch, Split, Task
+
+@dataclass(frozen=True)
+class Sort(Task):
+    name: ClassVar[str] = "sort"
+    about: ClassVar[str] = "six numbers, then the same in order"
+
+    def model_needs(self) -> dict[str, Any]:
+        return {"vocab": 10, "positions": 11}
+
+    def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
+        x = self.rng(seed, split, step).integers(0, 10, (size, 6))
+        whole = np.concatenate([x, np.sort(x, 1)], 1)
+        y = whole[:, 1:].copy()
+        y[:, :5] = -100
+        return Batch(whole[:, :-1], y)
+"""
+
+
+def test_generate_gives_the_whole_answer_of_a_sequence_that_fills_the_positions(tmp_path: Path) -> None:
+    """Six numbers come back, though the model has positions for eleven tokens: the last one is never read."""
+    (tmp_path / "sort.py").write_text(SORT)
+    small = ["--model.layers=2", "--model.heads=2", "--model.width=16", "--batch=8", "--steps=2", "--device=cpu"]
+    assert entp("train", "sort:Sort", *small, "--out=run", cwd=tmp_path).returncode == 0
+    done = entp("generate", "run", "--task", "sort:Sort", "--prompt", "3 1 4 1 5 9", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) == 12
+
+
+def test_options_of_the_model_train_save_and_load(tmp_path: Path) -> None:
+    """A model like Llama's, looped: trained, evaluated and continued."""
+    llama = [
+        "--model.position=rotary",
+        "--model.norm=rms",
+        "--model.activation=swiglu",
+        "--model.kv-heads=1",
+        "--model.loops=2",
+    ]
+    llama += ["--model.bias=False", "--model.tied-head=False", "--optim.name=muon"]
+    done = entp(*TRAIN, *llama, "--out=run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = entp("evaluate", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert entp("generate", "run", cwd=tmp_path).returncode == 0
+
+
 def test_resume_takes_the_settings_of_the_run(tmp_path: Path) -> None:
     """Only what changes need be said again."""
     assert entp(*TRAIN, "--seed=3", "--out=run", cwd=tmp_path).returncode == 0

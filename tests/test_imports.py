@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pydoc
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -154,3 +155,12 @@ def test_optional_libraries_are_imported_where_they_are_used(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n in CHECKED if part(n) in {"errors", "config", "tasks", "options", "cli"}])
 def test_no_torch_before_it_is_needed(name: str) -> None:
     assert "torch" not in {other.split(".")[0] for other in module_imports(name)}
+
+
+def test_public_names_are_shown_by_dir_and_help() -> None:
+    names = {"all_prefixes", "check", "generate", "load", "predict", "train", "ModelConfig", "Transformer"}
+    assert names <= set(dir(entp))
+    text = pydoc.plain(pydoc.render_doc(entp))
+    assert all(f"{name}(" in text for name in ("all_prefixes", "check", "generate", "predict", "train"))
+    with pytest.raises(AttributeError, match="module 'entp' has no attribute 'nothing'"):
+        entp.nothing  # noqa: B018

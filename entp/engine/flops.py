@@ -47,46 +47,68 @@ def reference_flops(config: ModelConfig, wanted: Tensor) -> Flops:
     """A training step of the paper's loop: every wanted prefix through all layers."""
     lengths = _lengths(wanted)
     rows, squares = sum(lengths), sum(m * m for m in lengths)
-    linear = 12 * config.layers * config.width**2 * rows
-    attention = 2 * config.layers * config.width * squares
+    linear = config.depth * sum(_block(config)) * rows
+    attention = 2 * config.depth * config.width * squares
     return _step(config, linear, attention, rows, len(lengths))
 
 
 def decoder_flops(config: ModelConfig, wanted: Tensor) -> Flops:
     """A training step of the decoder: every token through all layers, outputs where they are wanted."""
     batch, time = wanted.shape
-    linear = 12 * config.layers * config.width**2 * batch * time
-    attention = 2 * config.layers * config.width * batch * time**2
+    linear = config.depth * sum(_block(config)) * batch * time
+    attention = 2 * config.depth * config.width * batch * time**2
     return _step(config, linear, attention, batch * time, len(_lengths(wanted)))
 
 
 def engine_flops(config: ModelConfig, wanted: Tensor) -> Flops:
     """A training step of the exact engine, `packed` or `triton`: the savings of docs/engine.md applied."""
-    if config.layers == 1:  # ENTP is the decoder
+    if config.depth == 1:  # ENTP is the decoder
         return decoder_flops(config, wanted)
     lengths = _lengths(wanted)
-    width, middle = config.width, config.layers - 2
+    width, middle = config.width, config.depth - 2
     rows, squares, prefixes = sum(lengths), sum(m * m for m in lengths), len(lengths)
     longest = max(lengths, default=0)
     tokens = wanted.shape[0] * longest
-    # Layer 1: q, k, v per token, the rest per row. Middle: all per row. Last: all per prefix, W_K and W_V absorbed.
-    linear = width**2 * (3 * tokens + 9 * rows + 12 * middle * rows + 12 * prefixes)
+    qkv, rest = _block(config)
+    last_linear, last_attention = _last_layer(config, rows, prefixes)
+    # Layer 1: q, k, v per token, the rest per row. Middle: all per row.
+    linear = qkv * tokens + rest * rows + middle * (qkv + rest) * rows + last_linear
     first = 2 * width * tokens * longest
-    last = 2 * config.heads * width * rows
-    return _step(config, linear, first + 2 * middle * width * squares + last, tokens, prefixes)
+    return _step(config, linear, first + 2 * middle * width * squares + last_attention, tokens, prefixes)
 
 
 def token_flops(config: ModelConfig, length: int, mode: str) -> Flops:
     """Generating one more token with the cache of its mode (entp or decoder), the new one being token number `length`."""
-    width, layers = config.width, config.layers
+    width, layers = config.width, config.depth
+    qkv, rest = _block(config)
     if mode == "decoder" or layers == 1:
-        linear, attention = 12 * layers * width**2, 2 * layers * width * length
+        linear, attention = layers * (qkv + rest), 2 * layers * width * length
     else:
         middle = layers - 2
-        linear = width**2 * (3 + 9 * length + 12 * middle * length + 12)
+        last_linear, last_attention = _last_layer(config, length, 1)
+        linear = qkv + rest * length + middle * (qkv + rest) * length + last_linear
         first = 4 * width * length  # the new key for every row, and the new row over every key
-        attention = first + 2 * middle * width * length**2 + 2 * config.heads * width * length
+        attention = first + 2 * middle * width * length**2 + last_attention
     return Flops(2 * linear, 2 * attention, 2 * width * _outputs(config))
+
+
+def _block(config: ModelConfig) -> tuple[int, int]:
+    """Multiply-adds of a block's linear layers for a row: those of q, k, v, and those that follow attention."""
+    width, size = config.width, config.width // config.heads
+    gates = 2 if config.activation == "swiglu" else 1
+    qkv = width * (config.heads + 2 * (config.kv_heads or config.heads)) * size
+    return qkv, width**2 + (gates + 1) * width * config.hidden
+
+
+def _last_layer(config: ModelConfig, rows: int, prefixes: int) -> tuple[int, int]:
+    """Multiply-adds of the last block, linear layers and attention: all but keys and values for each prefix only.
+
+    Key and value matrices are moved to the query's side, unless something stands between them and the scores.
+    """
+    qkv, rest = _block(config)
+    if config.position in ("rotary", "relative"):
+        return qkv * rows + rest * prefixes, 2 * config.width * rows
+    return (3 * config.width**2 + rest) * prefixes, 2 * config.heads * config.width * rows
 
 
 def _step(config: ModelConfig, linear: int, attention: int, read: int, prefixes: int) -> Flops:

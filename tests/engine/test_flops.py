@@ -54,6 +54,29 @@ def test_reference_and_decoder_are_exact(layers: int, kind: str) -> None:
     assert decoder_flops(config, wanted).total == found.total()
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {"kv_heads": 2},
+    {"activation": "swiglu"},
+    {"loops": 2},
+    {"position": "rotary"},
+    {"bias": False},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options_of_the_model_are_counted(options: dict[str, Any]) -> None:
+    """The loop and the decoder exactly; of the engine the linear layers, which are not attention's."""
+    wanted = mask("all")
+    config, found = step(wanted, "entp", "reference", layers=2, heads=4, **options)
+    assert reference_flops(config, wanted).total == found.total()
+    config, found = step(wanted, "decoder", "auto", layers=2, heads=4, **options)
+    assert decoder_flops(config, wanted).total == found.total()
+    config, found = step(wanted, "entp", "packed", layers=2, heads=4, **options)
+    flops = engine_flops(config, wanted)
+    absorbed = 0 if config.position == "rotary" else 2 * 3 * 3 * config.width**2 * int(wanted.sum())
+    assert found["aten.addmm"] + found["aten.mm"] == flops.linear - absorbed + flops.readout
+
+
 @pytest.mark.parametrize("kind", [{"input_dim": 5, "outputs": 3}, {"vocab": 7, "outputs": 3}], ids=["vectors", "tokens"])
 def test_vectors_and_a_head_are_counted(kind: dict[str, int]) -> None:
     wanted = mask("seed")

@@ -263,6 +263,8 @@ def _unusual(module: nn.Module, kinds: dict[type, Any]) -> str | None:
         return "has a forward of its own"
     if _hooked(module):
         return "has a hook"
+    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+        return "changes its weights as it reads them (max_norm)"
     return None
 
 
@@ -375,7 +377,7 @@ def plain_embedding(model: Any) -> bool:
     tokens = getattr(model, "tokens", None)
     if type(tokens) is not nn.Embedding or support_of(model).kernels is not None:
         return False
-    plain = tokens.padding_idx is None and tokens.max_norm is None and not (tokens.scale_grad_by_freq or tokens.sparse)
+    plain = tokens.padding_idx is None and not (tokens.scale_grad_by_freq or tokens.sparse)
     return plain and _plain_tensor(tokens.weight)
 
 

@@ -94,9 +94,10 @@ def each_block(change: Callable[[Any], None]) -> Callable[[Transformer], None]:
     return apply
 
 
-def norms(make: Callable[[], nn.Module]) -> Callable[[Transformer], None]:
+def norms(make: Callable[[int], nn.Module]) -> Callable[[Transformer], None]:
     def change(block: Any) -> None:
-        block.norm_1, block.norm_2 = make(), make()
+        weight = block.proj.weight
+        block.norm_1, block.norm_2 = (make(len(weight)).to(weight) for _ in range(2))
 
     return each_block(change)
 
@@ -151,7 +152,7 @@ def other_weights(model: Transformer) -> None:
 
 
 def shared(model: Transformer) -> None:
-    model.blocks[2] = model.blocks[1]
+    model.blocks[-1] = model.blocks[-2]
 
 
 def compiled(model: Transformer) -> None:
@@ -159,7 +160,7 @@ def compiled(model: Transformer) -> None:
 
 
 class Change(NamedTuple):
-    """A change of a model of width 8, and which implementations stay exact."""
+    """A change of a model, and which implementations stay exact."""
 
     apply: Callable[[Transformer], Any]
     packed: bool
@@ -168,10 +169,10 @@ class Change(NamedTuple):
 
 GELUS = {"tanh": lambda _: nn.GELU("tanh"), "exact": lambda _: nn.GELU()}
 CHANGES: dict[str, Change] = {
-    "rms norm": Change(norms(lambda: nn.RMSNorm(8, eps=1e-5).double()), True, True),
-    "layer norm without weights": Change(norms(lambda: nn.LayerNorm(8, elementwise_affine=False)), True, True),
-    "layer norm without bias": Change(norms(lambda: nn.LayerNorm(8, bias=False).double()), True, True),
-    "layer norm with another eps": Change(norms(lambda: nn.LayerNorm(8, eps=0.5).double()), True, True),
+    "rms norm": Change(norms(lambda width: nn.RMSNorm(width, eps=1e-5)), True, True),
+    "layer norm without weights": Change(norms(lambda width: nn.LayerNorm(width, elementwise_affine=False)), True, True),
+    "layer norm without bias": Change(norms(lambda width: nn.LayerNorm(width, bias=False)), True, True),
+    "layer norm with another eps": Change(norms(lambda width: nn.LayerNorm(width, eps=0.5)), True, True),
     "silu": Change(put("activation", lambda _: nn.SiLU()), True, True),
     "relu": Change(put("activation", lambda _: nn.ReLU()), True, True),
     "exact gelu": Change(put("activation", GELUS["exact"]), True, False),
@@ -197,5 +198,5 @@ CHANGES: dict[str, Change] = {
     "frozen weights": Change(lambda model: model.blocks[0].requires_grad_(False), True, True),
     "eps changed in place": Change(each_block(lambda block: setattr(block.norm_1, "eps", 0.5)), True, True),
     "scale changed in place": Change(each_block(lambda block: setattr(block, "scale", 0.1)), True, True),
-    "embedding with a largest norm": Change(lambda model: setattr(model.tokens, "max_norm", 1.0), True, True),
+    "embedding with a largest norm": Change(lambda model: setattr(model.tokens, "max_norm", 1.0), True, False),
 }

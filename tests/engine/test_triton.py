@@ -342,6 +342,7 @@ def test_extreme_scores_stay_finite_and_exact(name: str, growing: bool) -> None:
 
 MASK = torch.tensor([[1, 0, 0, 1, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0, 0]], dtype=torch.bool)
 ALONE = torch.tensor([[0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1, 0]], dtype=torch.bool)
+IDS = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [5, 5, 4, 4, 9, 9, 0], [3, 2, 1, 0, 8, 7, 6]])
 QUESTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one layer": ({"layers": 1}, {"lengths": [7, 4, 1]}),
     "lengths": ({"layers": 3, "norm": "none", "activation": "relu"}, {"lengths": [7, 4, 1]}),
@@ -351,6 +352,14 @@ QUESTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one prefix each": ({"layers": 3}, {"at": ALONE}),
     "one prefix each, vectors": ({"layers": 2, "input_dim": 3, "norm": "none"}, {"at": ALONE}),
     "positions": ({"layers": 3, "position": "none", "outputs": 2}, {"at": [6, 0]}),
+    "rotary": ({"layers": 3, "position": "rotary"}, {"lengths": [7, 4, 1]}),
+    "rotary, one prefix each": ({"layers": 2, "position": "rotary"}, {"at": ALONE}),
+    "rotary and budget": ({"layers": 3, "position": "rotary", "bias": False}, {"at": MASK, "token_budget": 7}),
+    "rms, silu, no biases": ({"layers": 3, "norm": "rms", "activation": "silu", "bias": False, "tied_head": False}, {}),
+    "loops": ({"layers": 2, "loops": 2, "position": "sinusoidal"}, {"at": MASK}),
+    "one layer, two loops": ({"layers": 1, "loops": 2, "position": "rotary"}, {}),
+    "position ids": ({"layers": 3}, {"position_ids": IDS}),
+    "position ids, rotary": ({"layers": 3, "position": "rotary"}, {"position_ids": IDS, "at": MASK}),
 }
 """Models and what is asked of them."""
 
@@ -380,6 +389,8 @@ def test_the_whole_engine_equals_the_reference(config: dict[str, Any], question:
         {"norm": "none", "activation": "relu"},
         {"input_dim": 3},
         {"position": "none", "scale": "one"},
+        {"position": "rotary", "norm": "rms", "activation": "silu", "bias": False},
+        {"loops": 2, "tied_head": False},
     ],
     ids=str,
 )

@@ -253,9 +253,12 @@ def masked_hidden(
     return encode(x, position_ids, mask=visible(mode, x.shape[1], prefix=prefix, lengths=lengths, device=x.device))
 
 
-@functools.cache
-def _takes_masks(encode: Callable[..., Tensor]) -> bool:
-    return {"mask", "causal"} <= set(inspect.signature(encode).parameters)
+def _takes_masks(encode: Any) -> bool:
+    """Does a function take mask= and causal=, by name or by **?"""
+    code = getattr(encode, "__code__", None)
+    if code is None or code.co_flags & inspect.CO_VARKEYWORDS:
+        return True
+    return {"mask", "causal"} <= set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
 
 
 def wanted_prefixes(x: Tensor, at: Tensor | Sequence[int] | None, lengths: Tensor | None) -> Tensor:

@@ -252,8 +252,12 @@ def _only_watches(hook: Any) -> bool:
 
 def _unusual(module: nn.Module, kinds: dict[type, Any]) -> str | None:
     """What makes a module another than a plain one of these types, or None."""
-    if type(module) not in kinds or type(module).forward is not kinds[type(module)]:
-        return f"is a {type(module).__name__}"
+    kind = type(module)
+    if kind not in kinds:
+        alike = any(known.__name__ == kind.__name__ for known in kinds)
+        return f"is a {f'{kind.__module__}.{kind.__name__}' if alike else kind.__name__}"
+    if kind.forward is not kinds[kind]:
+        return f"is a {kind.__name__} with another forward"
     if "forward" in module.__dict__:
         return "has a forward of its own"
     if _hooked(module):

@@ -13,51 +13,20 @@ A model can change between two calls. `support_of` compares a fingerprint each t
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import chain
-from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 from torch.nn.modules.dropout import _DropoutNd
 
+from entp.engine.fingerprint import GLOBAL_HOOKS, HOOKS, Fingerprint, readable, registered, rowwise
 from entp.engine.protocol import ModelProtocol
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-CHILDREN = ("_parameters", "_buffers", "_modules")
 MOST_KNOWN = 4
 """States of one model that are remembered: in training and in evaluation, with and without a hook."""
-
-_registered: dict[type, dict[str, FunctionType]] = {}
-_readable: set[type] = set()
-_rowwise: dict[type[nn.Module], Any] = {
-    kind: kind.forward
-    for kind in (
-        *(nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.GELU, nn.ReLU, nn.SiLU, nn.Embedding),
-        *(nn.Dropout, nn.Sequential, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.LeakyReLU, nn.ELU),
-    )
-}
-
-
-def register(kind: type, *methods: str, kernels: bool = False) -> None:
-    """Declare a class of models or blocks whose `methods` agree with each other, as they are now.
-
-    kernels: its modules and their names are those of entp.model, so that the kernels can read its weights.
-    """
-    _registered[kind] = {name: getattr(kind, name) for name in methods}
-    if kernels:
-        _readable.add(kind)
-
-
-def register_rowwise(*kinds: type[nn.Module]) -> None:
-    """Declare modules that treat each row (..., D) by itself."""
-    _rowwise.update((kind, kind.forward) for kind in kinds)
 
 
 @dataclass(eq=False)
@@ -101,80 +70,6 @@ def support_of(model: ModelProtocol) -> Support:
     return support
 
 
-class Fingerprint:
-    """What can change in a model without its weights' values changing: modules, attributes, hooks, methods.
-
-    Comparing is a few passes over lists in C, where the same object is found equal by its identity.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        modules = list(dict.fromkeys(model.modules()))
-        self.kind = type(model)
-        self.modules = modules[1:]  # not the model itself, which is to be forgotten when nobody else holds it
-        self.kinds = list(map(type, self.modules))
-        self.attributes = [m.__dict__ for m in modules]
-        self.sizes = list(map(len, self.attributes))
-        named = [(m.__dict__, names) for m in modules if (names := _names(m))]
-        self.read = [functools.partial(operator.itemgetter(*names), d) for d, names in named]
-        self.values = [read() for read in self.read]
-        children = [m.__dict__[name] for m in modules for name in CHILDREN]
-        self.empty = [d for d in children if not d]
-        self.views = [d.values() for d in children if d]
-        self.held = list(chain.from_iterable(self.views))
-        self.tensors = [held for held in self.held if isinstance(held, Tensor)]
-        self.hooks = [m.__dict__[name] for m in modules for name in HOOKS]
-        self.hook_keys = list(chain.from_iterable(self.hooks))
-        self.methods = _methods_now()
-
-    def fits(self, model: nn.Module) -> bool:
-        """Whether the model, the same one, is still what it was."""
-        if type(model) is not self.kind or list(map(type, self.modules)) != self.kinds:
-            return False
-        if any(self.empty) or list(map(len, self.attributes)) != self.sizes or _methods_now() != self.methods:
-            return False
-        if (self.hook_keys or any(self.hooks)) and list(chain.from_iterable(self.hooks)) != self.hook_keys:
-            return False
-        held = list(chain.from_iterable(self.views))
-        if len(held) != len(self.held) or not all(map(operator.is_, held, self.held)):
-            return False
-        try:
-            return [read() for read in self.read] == self.values
-        except (KeyError, RuntimeError, ValueError, TypeError):  # gone, or tensors, which do not compare to one truth value
-            return False
-
-    def weights(self) -> list[tuple[int, bool]]:
-        """Where the weights are in memory, and which are trained: what a captured step depends on besides."""
-        return [(t.data_ptr(), t.requires_grad) for t in self.tensors]
-
-
-IRRELEVANT: dict[type, set[str]] = {
-    nn.Linear: {"in_features", "out_features"},
-    nn.ReLU: {"inplace"},
-    nn.SiLU: {"inplace"},
-    nn.ModuleList: {"training"},
-}
-"""Attributes of known modules that change nothing: weights have their own shapes."""
-
-
-def _names(module: nn.Module) -> list[str]:
-    """The attributes that say what a module computes. Whether it is in training counts where that may matter."""
-    known = type(module) in _registered or (type(module) in _rowwise and not isinstance(module, _DropoutNd))
-    skip = {"training"} if known else set()
-    skip |= IRRELEVANT.get(type(module), set())
-    return [name for name in module.__dict__ if not name.startswith("_") and name not in skip]
-
-
-def _methods_now() -> list[object]:
-    """Global hooks and the methods of all known classes."""
-    found: list[object] = list(chain.from_iterable(_GLOBAL_HOOKS))
-    found += [getattr(kind, name, None) for kind, methods in _registered.items() for name in methods]
-    found += [kind.forward for kind in _rowwise]
-    return found
-
-
-_GLOBAL_HOOKS = [getattr(torch_module, f"_global{name}") for name in HOOKS]
-
-
 def _look(model: ModelProtocol) -> Support:
     """Look at every module of a model."""
     assert isinstance(model, nn.Module)
@@ -207,10 +102,10 @@ def _changed(thing: Any, name: str, skip: tuple[str, ...] = ()) -> str | None:
 
     skip: methods that packed calls itself, so that a change in them counts. Unregistered classes have nothing to change.
     """
-    kind = next((cls for cls in type(thing).__mro__ if cls in _registered), None)
+    kind = next((cls for cls in type(thing).__mro__ if cls in registered), None)
     if kind is None:
         return None
-    for method, original in _registered[kind].items():
+    for method, original in registered[kind].items():
         if method in skip:
             continue
         if method in getattr(thing, "__dict__", {}):
@@ -226,11 +121,11 @@ def _hooked(module: nn.Module) -> bool:
 
 def _unknown_module(model: Any) -> str | None:
     """A module that may treat rows together, with what is unusual about it, or None."""
-    if any(not _only_watches(hook) for hooks in _GLOBAL_HOOKS for hook in hooks.values()):
+    if any(not _only_watches(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()):
         return "a global module hook is registered"
     blocks = list(model.stack())
     for number, block in enumerate([model, *blocks]):
-        if type(block) not in _registered:
+        if type(block) not in registered:
             return f"{'the model' if number == 0 else f'block {number - 1}'} is a {type(block).__name__}"
         found = _changed(block, "the model" if number == 0 else f"block {number - 1}")
         if found:
@@ -239,7 +134,7 @@ def _unknown_module(model: Any) -> str | None:
     for name, module in model.named_modules():
         if id(module) in known or isinstance(module, nn.ModuleList):
             continue
-        found = _unusual(module, _rowwise)
+        found = _unusual(module, rowwise)
         if found:
             return f"{name} {found}"
     return None
@@ -296,7 +191,7 @@ def _why_not_kernels(model: Any) -> str | None:
 
 def _is_readable(model: Any) -> bool:
     """Are the model and its blocks of classes whose weights the kernels know how to read?"""
-    return all(type(part) in _readable for part in (model, *model.stack()))
+    return all(type(part) in readable for part in (model, *model.stack()))
 
 
 def _why_not_block(block: Any, width: int) -> str | None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from entp.config import ModelConfig
-from entp.engine import support
+from entp.engine import fingerprint
 from entp.engine.api import predict
 from entp.errors import InputError
 from entp.model.blocks import Block, SwiGLU, make_norm
@@ -146,6 +146,6 @@ def _make_head(config: ModelConfig) -> nn.Linear | None:
     return nn.Linear(config.width, config.vocab, bias=False)
 
 
-support.register(Transformer, "encode", "embed", "stack", "attention_bias", "readout", kernels=True)
-support.register(Block, "forward", "project", "finish", "split_heads", kernels=True)
-support.register_rowwise(Rotary, SwiGLU, RelativeBias)
+fingerprint.register(Transformer, "encode", "embed", "stack", "attention_bias", "readout", kernels=True)
+fingerprint.register(Block, "forward", "project", "finish", "split_heads", kernels=True)
+fingerprint.register_rowwise(Rotary, SwiGLU, RelativeBias)

@@ -15,7 +15,7 @@ from random_models import random_inputs, random_model
 from torch import Tensor, nn
 
 import entp
-from entp.engine import packed, support
+from entp.engine import fingerprint, packed
 from entp.engine.api import choose
 from entp.engine.support import support_of
 from entp.errors import EngineWarning, InputError
@@ -304,7 +304,7 @@ def test_registered_classes_of_ones_own_are_packed_and_not_read() -> None:
     class Mine(entp.Transformer):
         pass
 
-    support.register(Mine, "encode", "embed", "stack", "attention_bias", "readout")
+    fingerprint.register(Mine, "encode", "embed", "stack", "attention_bias", "readout")
     model = Mine(entp.ModelConfig(vocab=11, positions=9, layers=2, heads=2, width=8))
     assert support_of(model).kernels == "the kernels read the weights of entp.Transformer only"
     assert choose("packed", "cpu", model).impl == "packed"

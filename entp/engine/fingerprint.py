@@ -1,0 +1,118 @@
+"""Classes whose methods and modules are known, and the fingerprint that tells when a model has changed."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from itertools import chain
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.nn.modules.dropout import _DropoutNd
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+CHILDREN = ("_parameters", "_buffers", "_modules")
+
+registered: dict[type, dict[str, FunctionType]] = {}
+"""Classes of models and blocks, with methods that agree with each other."""
+readable: set[type] = set()
+"""Those of them whose weights the kernels can read."""
+rowwise: dict[type[nn.Module], Any] = {
+    kind: kind.forward
+    for kind in (
+        *(nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.GELU, nn.ReLU, nn.SiLU, nn.Embedding),
+        *(nn.Dropout, nn.Sequential, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.LeakyReLU, nn.ELU),
+    )
+}
+"""Modules that treat each row by itself, with their forward."""
+
+
+def register(kind: type, *methods: str, kernels: bool = False) -> None:
+    """Declare a class of models or blocks whose `methods` agree with each other, as they are now.
+
+    kernels: its modules and their names are those of entp.model, so that the kernels can read its weights.
+    """
+    registered[kind] = {name: getattr(kind, name) for name in methods}
+    if kernels:
+        readable.add(kind)
+
+
+def register_rowwise(*kinds: type[nn.Module]) -> None:
+    """Declare modules that treat each row (..., D) by itself."""
+    rowwise.update((kind, kind.forward) for kind in kinds)
+
+
+class Fingerprint:
+    """What can change in a model without its weights' values changing: modules, attributes, hooks, methods.
+
+    Comparing is a few passes over lists in C, where the same object is found equal by its identity.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(dict.fromkeys(model.modules()))
+        self.kind = type(model)
+        self.modules = modules[1:]  # not the model itself, which is to be forgotten when nobody else holds it
+        self.kinds = list(map(type, self.modules))
+        self.attributes = [m.__dict__ for m in modules]
+        self.sizes = list(map(len, self.attributes))
+        named = [(m.__dict__, names) for m in modules if (names := _names(m))]
+        self.read = [functools.partial(operator.itemgetter(*names), d) for d, names in named]
+        self.values = [read() for read in self.read]
+        children = [m.__dict__[name] for m in modules for name in CHILDREN]
+        self.empty = [d for d in children if not d]
+        self.views = [d.values() for d in children if d]
+        self.held = list(chain.from_iterable(self.views))
+        self.tensors = [held for held in self.held if isinstance(held, Tensor)]
+        self.hooks = [m.__dict__[name] for m in modules for name in HOOKS]
+        self.hook_keys = list(chain.from_iterable(self.hooks))
+        self.methods = _methods_now()
+
+    def fits(self, model: nn.Module) -> bool:
+        """Whether the model, the same one, is still what it was."""
+        if type(model) is not self.kind or list(map(type, self.modules)) != self.kinds:
+            return False
+        if any(self.empty) or list(map(len, self.attributes)) != self.sizes or _methods_now() != self.methods:
+            return False
+        if (self.hook_keys or any(self.hooks)) and list(chain.from_iterable(self.hooks)) != self.hook_keys:
+            return False
+        held = list(chain.from_iterable(self.views))
+        if len(held) != len(self.held) or not all(map(operator.is_, held, self.held)):
+            return False
+        try:
+            return [read() for read in self.read] == self.values
+        except (KeyError, RuntimeError, ValueError, TypeError):  # gone, or tensors, which do not compare to one truth value
+            return False
+
+    def weights(self) -> list[tuple[int, bool]]:
+        """Where the weights are in memory, and which are trained: what a captured step depends on besides."""
+        return [(t.data_ptr(), t.requires_grad) for t in self.tensors]
+
+
+IRRELEVANT: dict[type, set[str]] = {
+    nn.Linear: {"in_features", "out_features"},
+    nn.ReLU: {"inplace"},
+    nn.SiLU: {"inplace"},
+    nn.ModuleList: {"training"},
+}
+"""Attributes of known modules that change nothing: weights have their own shapes."""
+
+
+def _names(module: nn.Module) -> list[str]:
+    """The attributes that say what a module computes. Whether it is in training counts where that may matter."""
+    known = type(module) in registered or (type(module) in rowwise and not isinstance(module, _DropoutNd))
+    skip = {"training"} if known else set()
+    skip |= IRRELEVANT.get(type(module), set())
+    return [name for name in module.__dict__ if not name.startswith("_") and name not in skip]
+
+
+def _methods_now() -> list[object]:
+    """Global hooks and the methods of all known classes."""
+    found: list[object] = list(chain.from_iterable(GLOBAL_HOOKS))
+    found += [getattr(kind, name, None) for kind, methods in registered.items() for name in methods]
+    found += [kind.forward for kind in rowwise]
+    return found
+
+
+GLOBAL_HOOKS = [getattr(torch_module, f"_global{name}") for name in HOOKS]

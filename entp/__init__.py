@@ -1,7 +1,7 @@
 """Encoder-only next-token prediction: every prediction with full attention over the whole prefix.
 
 import entp
-model = entp.Transformer(entp.ModelConfig(vocab=64, positions=64, **entp.SIZES["small"]))
+model = entp.Transformer(entp.ModelConfig(vocab=64, context_length=64, **entp.SIZES["small"]))
 logits = model(tokens, mode="entp")
 """
 
@@ -10,30 +10,36 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ImportanceConfig": "entp.config",
+    "EmaConfig": "entp.config",
+    "CurriculumConfig": "entp.config",
+    "BatchScheduleConfig": "entp.config",
     "EngineWarning": "entp.errors",
     "InputError": "entp.errors",
     "ModelConfig": "entp.config",
     "OptimConfig": "entp.config",
     "Run": "entp.config",
     "SIZES": "entp.config",
-    "StartConfig": "entp.config",
     "TrainConfig": "entp.config",
     "Transformer": "entp.model",
     "all_prefixes": "entp.engine.api",
     "check": "entp.engine.check",
-    "generate": "entp.engine.generate",
+    "generate": "entp.engine.generation.generate",
     "load": "entp.training.checkpoint",
     "predict": "entp.engine.api",
     "train": "entp.training.trainer",
 }
 __all__ = [
     "SIZES",
+    "BatchScheduleConfig",
+    "CurriculumConfig",
+    "EmaConfig",
     "EngineWarning",
+    "ImportanceConfig",
     "InputError",
     "ModelConfig",
     "OptimConfig",
     "Run",
-    "StartConfig",
     "TrainConfig",
     "Transformer",
     "__version__",
@@ -46,10 +52,20 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from entp.config import SIZES, ModelConfig, OptimConfig, Run, StartConfig, TrainConfig
+    from entp.config import (
+        SIZES,
+        BatchScheduleConfig,
+        CurriculumConfig,
+        EmaConfig,
+        ImportanceConfig,
+        ModelConfig,
+        OptimConfig,
+        Run,
+        TrainConfig,
+    )
     from entp.engine.api import all_prefixes, predict
     from entp.engine.check import check
-    from entp.engine.generate import generate
+    from entp.engine.generation.generate import generate
     from entp.errors import EngineWarning, InputError
     from entp.model import Transformer
     from entp.training.checkpoint import load

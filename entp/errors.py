@@ -2,7 +2,8 @@
 
 
 class InputError(ValueError):
-    """Something that was given cannot be used; the message says what was got, what is allowed and what to do.
+    """Something that was given cannot be used; the message says what was got, what is allowed and
+    what to do.
 
     The command line prints the message and exits with code 2. A library user gets a ValueError.
     """
@@ -13,11 +14,13 @@ class TrainingStopped(RuntimeError):
 
 
 class DeviceFailed(TrainingStopped):
-    """The GPU failed, so nothing more can be computed in this process; what is on disk is as it was."""
+    """The GPU failed, so nothing more can be computed in this process; what is on disk is as it
+    was."""
 
 
 class EngineWarning(UserWarning):
-    """A model runs by a slower implementation than usual, because the usual one would not be exact for it."""
+    """A model runs by a slower implementation than usual, because the usual one would not be exact
+    for it."""
 
 
 def one_of(name: str, got: object, allowed: object) -> InputError:

@@ -1,4 +1,5 @@
-"""What all tests share: one thread, examples that are the same in every run, and no GPU tests where there is no GPU."""
+"""What all tests share: one thread, examples that are the same in every run, and no GPU tests where
+there is no GPU."""
 
 from __future__ import annotations
 

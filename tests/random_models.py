@@ -1,4 +1,5 @@
-"""Small models with nothing trivially zero in them, for tests that compare two ways to compute the same thing."""
+"""Small models with nothing trivially zero in them, for tests that compare two ways to compute the
+same thing."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ NOISE = 0.3
 
 
 def random_model(seed: int = 0, **config: Any) -> Transformer:
-    """A float64 Transformer of `ModelConfig(**config)`, 2 layers of width 8 unless told, every weight perturbed."""
-    defaults: dict[str, Any] = {"positions": 40, "layers": 2, "heads": 2, "width": 8}
+    """A float64 Transformer of `ModelConfig(**config)`, 2 layers of width 8 unless told, every
+    weight perturbed."""
+    defaults: dict[str, Any] = {"context_length": 40, "layers": 2, "heads": 2, "width": 8}
     if "input_dim" not in config:
         defaults["vocab"] = 11
     elif "outputs" not in config:
@@ -24,15 +26,18 @@ def random_model(seed: int = 0, **config: Any) -> Transformer:
     with torch.no_grad():
         for p in model.parameters():
             p.add_(NOISE * torch.randn_like(p))
-    if model.config.position == "given":
-        model.set_positions(NOISE * torch.randn(model.config.positions, model.config.width))
+    if model.config.position_embedding == "given":
+        model.set_positions(NOISE * torch.randn(model.config.context_length, model.config.width))
     return model
 
 
 def random_inputs(model: Transformer, batch: int, time: int, seed: int = 0) -> torch.Tensor:
-    """Random token ids (batch, time), or float64 vectors (batch, time, input_dim), whichever the model reads."""
+    """Random token ids (batch, time), or float64 vectors (batch, time, input_dim), whichever the
+    model reads."""
     generator = torch.Generator().manual_seed(seed)
     if model.config.vocab is not None:
         return torch.randint(model.config.vocab, (batch, time), generator=generator)
     assert model.config.input_dim is not None
-    return torch.randn(batch, time, model.config.input_dim, generator=generator, dtype=torch.float64)
+    return torch.randn(
+        batch, time, model.config.input_dim, generator=generator, dtype=torch.float64
+    )

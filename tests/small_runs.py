@@ -9,29 +9,66 @@ import time
 from pathlib import Path
 from typing import Any
 
-from entp.config import OptimConfig, Run, TrainConfig, model_for
-from entp.tasks.counting import Count3
-from entp.training.metrics import read_metrics
+import torch
 
-TASK = Count3(seed_length=4, length=10, values=10)
-FLAGS = ["--task.seed-length=4", "--task.length=10", "--task.values=10", "--model.layers=2", "--model.heads=2"]
+from entp.config import OptimConfig, Run, TrainConfig, model_for
+from entp.model import Transformer
+from entp.tasks.counting import Count3
+from entp.training.cuda_graph import Stepper
+from entp.training.distributed import World
+from entp.training.forward import Forward
+from entp.training.loggers import read_metrics
+from entp.training.plan import Plan
+from entp.training.state import new_state
+
+TASK = Count3(prompt_length=4, length=10, num_values=10)
+FLAGS = [
+    "--task.prompt-length=4",
+    "--task.length=10",
+    "--task.num-values=10",
+    "--model.layers=2",
+    "--model.heads=2",
+]
 FLAGS += ["--model.width=16"]
 """The command line's way to ask for `small_run()`'s task and model."""
 
 
 def small_run(**changes: Any) -> Run:
     """Count3 of 10 integers, two layers of width 16, 10 steps of 8 sequences."""
-    train = {"eval_every": 5, "eval_batches": 2, "checkpoint_every": 5, "log_every": 1, **changes.pop("train", {})}
-    optim = {"max_lr": 3e-3, "min_lr": 3e-4, "warmup": 3, "decay_steps": 40, **changes.pop("optim", {})}
-    settings: dict[str, Any] = {
+    train = {
+        "eval_every": 5,
+        "eval_batches": 2,
+        "checkpoint_every": 5,
+        "log_every": 1,
+        **changes.pop("train", {}),
+    }
+    optim = {
+        "lr": 3e-3,
+        "min_lr": 3e-4,
+        "warmup_steps": 3,
+        "decay_steps": 40,
+        **changes.pop("optim", {}),
+    }
+    config: dict[str, Any] = {
         "task": TASK,
         "model": model_for(TASK, "small", layers=2, heads=2, width=16),
         "steps": 10,
-        "batch": 8,
+        "batch_size": 8,
         "optim": OptimConfig(**optim),
         "train": TrainConfig(**train),
     }
-    return Run(**{**settings, **changes})
+    return Run(**{**config, **changes})
+
+
+def new_stepper(run: Run, device: str = "cpu", world: World | None = None) -> Stepper:
+    """The steps of a run from its first on; `stepper.state` is what they change."""
+    where, plan = torch.device(device), Plan(run)
+    torch.manual_seed(run.seed)
+    state = new_state(Transformer(run.model).to(where), run.optim, plan.techniques)
+    modes = {plan.mode(part[0]) for part in plan.segments(0, run.steps)} | {run.mode}
+    how = {mode: Forward.of(run, mode) for mode in modes}
+    graphs = run.train.cuda_graph
+    return Stepper(state, plan, how, run.optim, graphs, where, world or World())
 
 
 def environment() -> dict[str, str]:
@@ -40,7 +77,8 @@ def environment() -> dict[str, str]:
 
 
 def yardstick() -> float:
-    """Seconds that this machine takes just now to add up six million squares: what a limit of time is a multiple of."""
+    """Seconds that this machine takes just now to add up six million squares: what a limit of time
+    is a multiple of."""
     start = time.process_time()
     sum(i * i for i in range(6_000_000))
     return time.process_time() - start
@@ -49,7 +87,9 @@ def yardstick() -> float:
 def run_python(*words: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run this Python with WORDS as a process of its own and wait for it."""
     command = [sys.executable, *words]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment(), timeout=300, **options)
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, env=environment(), timeout=300, **options
+    )
 
 
 def entp(*words: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -60,7 +100,14 @@ def entp(*words: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[
 def start_entp(*words: str, cwd: Path) -> subprocess.Popen[str]:
     """Start `entp WORDS` and do not wait."""
     command = [sys.executable, "-m", "entp", *words]
-    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
 
 
 def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:

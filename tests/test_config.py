@@ -1,4 +1,5 @@
-"""Configurations: their JSON, every check they make on themselves, their hash, and that reading them imports nothing."""
+"""Configurations: their JSON, every check they make on themselves, their hash, and that reading
+them imports nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import pytest
 
 from entp import SIZES, InputError, ModelConfig, OptimConfig, Run, TrainConfig
 from entp.config import model_for
-from entp.config_json import config_hash, run_from_json, run_to_json
+from entp.config.json import config_hash, run_from_json, run_to_json
 from entp.tasks import Task
 from entp.tasks.counting import Count2, Count3, Match3, count2_next
 
@@ -22,15 +23,43 @@ RUNS = {
     "defaults": Run(Count3(), model_for(Count3())),
     "all set": Run(
         Count2(4, 9, 5),
-        model_for(Count2(4, 9, 5), "small-deep", norm="none", activation="relu", position="none", scale="one"),
-        mode="prefix",
+        model_for(
+            Count2(4, 9, 5),
+            "small-deep",
+            norm="none",
+            activation="relu",
+            position_embedding="none",
+            attention_scale="one",
+        ),
+        mode="prefix-lm",
         steps=7,
-        batch=3,
+        batch_size=3,
         seed=11,
-        optim=OptimConfig("muon", max_lr=0.1, min_lr=0.01, warmup=5, decay_steps=50, beta1=0.8, beta2=0.95, clip=0.0),
-        train=TrainConfig(eval_every=1, target_metric="loss", target=0.5, impl="reference", token_budget=100, compile=True),
+        optim=OptimConfig(
+            "muon",
+            lr=0.1,
+            min_lr=0.01,
+            warmup_steps=5,
+            decay_steps=50,
+            beta1=0.8,
+            beta2=0.95,
+            grad_clip=0.0,
+        ),
+        train=TrainConfig(
+            eval_every=1,
+            monitor="loss",
+            stop_at=0.5,
+            impl="reference",
+            token_budget=100,
+            compile=True,
+        ),
     ),
-    "match3": Run(Match3(), model_for(Match3(), "medium"), mode="decoder", train=TrainConfig(target_metric="token_accuracy")),
+    "match3": Run(
+        Match3(),
+        model_for(Match3(), "medium"),
+        mode="decoder",
+        train=TrainConfig(monitor="token_accuracy"),
+    ),
 }
 every_run = pytest.mark.parametrize("run", RUNS.values(), ids=list(RUNS))
 
@@ -61,7 +90,7 @@ def test_json_round_trip(run: Run) -> None:
 
 
 def test_hash_survives_a_round_trip_of_whole_numbers_given_as_floats() -> None:
-    run = dataclasses.replace(RUNS["defaults"], optim=OptimConfig(clip=1))
+    run = dataclasses.replace(RUNS["defaults"], optim=OptimConfig(grad_clip=1))
     again = run_from_json(run_to_json(run))
     assert again == run
     assert config_hash(again) == config_hash(run)
@@ -73,7 +102,9 @@ def test_json_of_a_subclass_of_a_built_in_task() -> None:
     assert config_hash(run) != config_hash(RUNS["defaults"])
 
 
-@pytest.mark.parametrize("path", ["extra", "task.extra", "model.extra", "optim.extra", "train.extra"])
+@pytest.mark.parametrize(
+    "path", ["extra", "task.extra", "model.extra", "optim.extra", "train.extra"]
+)
 def test_unknown_keys_are_named(path: str) -> None:
     with pytest.raises(InputError, match=r"run\.json.*extra"):
         run_from_json(changed(RUNS["defaults"], path, 1), "run.json")
@@ -88,7 +119,7 @@ def test_unknown_keys_are_named(path: str) -> None:
         ("model.width", 2.5),
         ("model.norm", "batch"),
         ("model.vocab", [64]),
-        ("optim.max_lr", "fast"),
+        ("optim.lr", "fast"),
         ("optim.name", 3),
         ("train.compile", "perhaps"),
         ("train.target", "high"),
@@ -109,7 +140,17 @@ def test_wrong_types_are_named(path: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [None, [], "run", {}, {"task": None}, {"task": "count3"}, {"task": {}}, {"task": {"length": 64}}]
+    "data",
+    [
+        None,
+        [],
+        "run",
+        {},
+        {"task": None},
+        {"task": "count3"},
+        {"task": {}},
+        {"task": {"length": 64}},
+    ],
 )
 def test_not_a_run(data: Any) -> None:
     with pytest.raises(InputError, match="config is not the configuration of a run"):
@@ -117,20 +158,22 @@ def test_not_a_run(data: Any) -> None:
 
 
 def test_checks_apply_to_json_too() -> None:
-    with pytest.raises(InputError, match=r"^config cannot be read: model\.heads 5 does not divide model\.width 192"):
+    with pytest.raises(
+        InputError, match=r"^config cannot be read: model\.heads 5 does not divide model\.width 192"
+    ):
         run_from_json(changed(RUNS["defaults"], "model.heads", 5))
     with pytest.raises(InputError, match="swapped"):
         run_from_json(changed(RUNS["defaults"], "optim.min_lr", 1.0))
 
 
-MODEL = {"vocab": 8, "positions": 8, "layers": 1, "heads": 2, "width": 8}
+MODEL = {"vocab": 8, "context_length": 8, "layers": 1, "heads": 2, "width": 8}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"layers": 2.0}, r"model\.layers is 2\.0: it must be a whole number"),
-        ({"positions": 0}, r"model\.positions is 0: it must be at least 1"),
+        ({"context_length": 0}, r"model\.context_length is 0: it must be at least 1"),
         ({"layers": 0}, r"model\.layers is 0"),
         ({"heads": 0}, r"model\.heads is 0"),
         ({"width": -8}, r"model\.width is -8"),
@@ -143,12 +186,18 @@ MODEL = {"vocab": 8, "positions": 8, "layers": 1, "heads": 2, "width": 8}
         ({"input_dim": 3}, "exactly one of vocab .* and input_dim"),
         ({"vocab": None, "input_dim": 3}, r"model\.outputs must be set"),
         ({"norm": "batch"}, r"unknown model\.norm 'batch': allowed are layer, rms, none"),
-        ({"heads": 4, "width": 8, "kv_heads": 3}, r"model\.kv_heads 3 does not divide model\.heads 4"),
-        ({"heads": 4, "width": 12, "position": "rotary"}, "rotary needs an even head size, and 3 is odd"),
+        (
+            {"heads": 4, "width": 8, "kv_heads": 3},
+            r"model\.kv_heads 3 does not divide model\.heads 4",
+        ),
+        (
+            {"heads": 4, "width": 12, "position_embedding": "rotary"},
+            "rotary needs an even head size, and 3 is odd",
+        ),
         ({"loops": 0}, r"model\.loops is 0: it must be at least 1"),
         ({"activation": "swish"}, r"unknown model\.activation 'swish'"),
-        ({"position": "learnt"}, r"unknown model\.position 'learnt'.*Did you mean learned"),
-        ({"scale": "two"}, r"unknown model\.scale 'two'"),
+        ({"position_embedding": "learnt"}, r"unknown model\.position_embedding 'learnt'.*Did you mean learned"),
+        ({"attention_scale": "two"}, r"unknown model\.attention_scale 'two'"),
     ],
 )
 def test_model_checks(change: dict[str, Any], message: str) -> None:
@@ -160,11 +209,14 @@ def test_model_checks(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"min_lr": 1e-2}, r"optim\.min_lr 0\.01 is above optim\.max_lr 0\.0005: swapped\?$"),
-        ({"max_lr": 0.0, "min_lr": 0.0}, r"optim\.max_lr 0 must be positive"),
+        ({"min_lr": 1e-2}, r"optim\.min_lr 0\.01 is above optim\.lr 0\.0005: swapped\?$"),
+        ({"max_lr": 0.0, "min_lr": 0.0}, r"optim\.lr 0 must be positive"),
         ({"min_lr": -1e-5}, r"optim\.min_lr -1e-05 not negative"),
         ({"warmup": -1}, r"optim\.warmup -1, which must not be negative"),
-        ({"warmup": 500, "decay_steps": 500}, r"optim\.decay_steps 500 must be above optim\.warmup 500"),
+        (
+            {"warmup": 500, "decay_steps": 500},
+            r"optim\.decay_steps 500 must be above optim\.warmup 500",
+        ),
         ({"beta1": 1.0}, r"optim\.beta1 is 1\.0"),
         ({"beta2": -0.1}, r"optim\.beta2 is -0\.1"),
         ({"weight_decay": -0.1}, "must not be negative"),
@@ -182,11 +234,22 @@ def test_optim_checks(change: dict[str, Any], message: str) -> None:
 
 def test_what_turns_a_part_of_the_optimizer_off_is_allowed() -> None:
     """No momentum, no warm-up, a rate that stays or falls to nothing, no weight decay, no clipping."""
-    off = OptimConfig(max_lr=1e-3, min_lr=1e-3, warmup=0, decay_steps=1, beta1=0.0, beta2=0.0, weight_decay=0.0, clip=0.0)
+    off = OptimConfig(
+        lr=1e-3,
+        min_lr=1e-3,
+        warmup_steps=0,
+        decay_steps=1,
+        beta1=0.0,
+        beta2=0.0,
+        weight_decay=0.0,
+        grad_clip=0.0,
+    )
     assert dataclasses.replace(off, min_lr=0.0).min_lr == 0
 
 
-@pytest.mark.parametrize("name", ["eval_every", "eval_batches", "checkpoint_every", "log_every", "token_budget"])
+@pytest.mark.parametrize(
+    "name", ["eval_every", "eval_batches", "checkpoint_every", "log_every", "token_budget"]
+)
 def test_train_sizes(name: str) -> None:
     with pytest.raises(InputError, match=rf"train\.{name} is 0: it must be at least 1"):
         TrainConfig(**{name: 0})
@@ -211,7 +274,10 @@ def test_train_names(name: str) -> None:
         ({"seed": -1}, "seed is -1: it must be at least 0"),
         ({"seed": 2**32}, "seed is 4294967296: it must be below"),
         ({"mode": "enpt"}, r"unknown mode 'enpt'.*Did you mean entp"),
-        ({"model": model_for(Count3(), positions=63)}, r"model\.positions 63 is shorter than the sequences of count3, 64"),
+        (
+            {"model": model_for(Count3(), context_length=63)},
+            r"model\.context_length 63 is shorter than the sequences of count3, 64",
+        ),
         ({"model": model_for(Count3(), vocab=65)}, r"model\.vocab is 65 but count3 needs 64"),
         ({"model": model_for(Count3(), outputs=2)}, r"model\.outputs is 2 but count3 needs None"),
         (
@@ -219,10 +285,13 @@ def test_train_names(name: str) -> None:
             r"model\.vocab is None but .*; model\.input_dim is 3 but .*; model\.outputs is 2",
         ),
         (
-            {"task": Match3(), "model": model_for(Match3()), "mode": "prefix"},
+            {"task": Match3(), "model": model_for(Match3()), "mode": "prefix-lm"},
             "mode prefix needs a task with a prefix, and match3",
         ),
-        ({"train": TrainConfig(target_metric="f1")}, r"train\.target_metric 'f1' is not measured: .*sequence_accuracy, loss"),
+        (
+            {"train": TrainConfig(monitor="f1")},
+            r"train\.target_metric 'f1' is not measured: .*exact_match, loss",
+        ),
     ],
 )
 def test_run_checks(change: dict[str, Any], message: str) -> None:
@@ -231,17 +300,27 @@ def test_run_checks(change: dict[str, Any], message: str) -> None:
 
 
 def test_position_free_models_read_any_length() -> None:
-    run = dataclasses.replace(RUNS["defaults"], model=model_for(Count3(), positions=1, position="none"))
-    assert run.model.positions == 1
-    assert ModelConfig(**{**MODEL, "position": "none", "positions": 10**12}).positions == 10**12  # no table of them is made
+    run = dataclasses.replace(
+        RUNS["defaults"], model=model_for(Count3(), context_length=1, position_embedding="none")
+    )
+    assert run.model.context_length == 1
+    assert (
+        ModelConfig(**{**MODEL, "position_embedding": "none", "context_length": 10**12}).positions == 10**12
+    )  # no table of them is made
     with pytest.raises(InputError, match=r"positions 1000000000000 has 8e\+12 weights"):
-        ModelConfig(**{**MODEL, "positions": 10**12})
+        ModelConfig(**{**MODEL, "context_length": 10**12})
 
 
 def test_several_problems_are_reported_at_once() -> None:
     with pytest.raises(InputError) as error:
         ModelConfig(layers=0, heads=5, width=12, norm="batch")  # type: ignore[arg-type]
-    for part in ("model.layers is 0", "model.heads 5", "exactly one of", "model.outputs must be set", "model.norm 'batch'"):
+    for part in (
+        "model.layers is 0",
+        "model.heads 5",
+        "exactly one of",
+        "model.outputs must be set",
+        "model.norm 'batch'",
+    ):
         assert part in str(error.value)
     with pytest.raises(InputError) as error:
         dataclasses.replace(RUNS["defaults"], steps=0, mode="x", seed=-1)  # type: ignore[arg-type]
@@ -252,17 +331,27 @@ def test_several_problems_are_reported_at_once() -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes(size: str) -> None:
     model = model_for(Match3(), size)
-    assert dataclasses.asdict(model).items() >= {**SIZES[size], "vocab": 128, "positions": 64, "outputs": 2}.items()
+    assert (
+        dataclasses.asdict(model).items()
+        >= {**SIZES[size], "vocab": 128, "context_length": 64, "outputs": 2}.items()
+    )
 
 
 def test_the_papers_sizes() -> None:
     shapes = {name: (s["layers"], s["heads"], s["width"]) for name, s in SIZES.items()}
-    assert shapes == {"small": (3, 3, 192), "medium": (6, 6, 384), "large": (12, 12, 768), "small-deep": (8, 2, 128)}
+    assert shapes == {
+        "small": (3, 3, 192),
+        "medium": (6, 6, 384),
+        "large": (12, 12, 768),
+        "small-deep": (8, 2, 128),
+    }
 
 
 def test_model_for_takes_changes_and_knows_its_sizes() -> None:
-    assert model_for(Count3(), "small", layers=1, positions=99).positions == 99
-    with pytest.raises(InputError, match=r"unknown size 'smal': allowed are small.*Did you mean small"):
+    assert model_for(Count3(), "small", layers=1, context_length=99).positions == 99
+    with pytest.raises(
+        InputError, match=r"unknown size 'smal': allowed are small.*Did you mean small"
+    ):
         model_for(Count3(), "smal")
 
 
@@ -282,14 +371,14 @@ OTHER_VALUES = {
     "model.width": 384,
     "model.norm": "none",
     "model.activation": "relu",
-    "model.position": "none",
+    "model.position_embedding": "none",
     "model.scale": "one",
     "model.norm_placement": "post",
     "model.bias": False,
     "model.tied_head": False,
     "model.kv_heads": 1,
     "optim.name": "muon",
-    "optim.max_lr": 0.25,
+    "optim.lr": 0.25,
     "optim.min_lr": 0.0,
     "optim.beta1": 0.5,
     "optim.beta2": 0.5,
@@ -306,13 +395,13 @@ OTHER_VALUES = {
     "train.compile": True,
     "train.mirror": "wandb",
     "start.steps": 600,
-    "start.mode": "prefix",
+    "start.mode": "prefix-lm",
     "start.even": True,
 }
 """Another allowed value of each field to which 1 cannot be added."""
 TOGETHER = {
     "task.values": [("model.vocab", 65)],
-    "task.length": [("model.positions", 65)],
+    "task.length": [("model.context_length", 65)],
     "optim.decay": [("train.max_seconds", 5.0)],
     "optim.whiten": [("optim.name", "muon")],
     "optim.late_batch": [("optim.late_at", 5)],
@@ -320,14 +409,23 @@ TOGETHER = {
     "start.mode": [("start.steps", 600)],
     "start.batch": [("start.steps", 600)],
     "start.max_lr": [("start.steps", 600)],
-    "start.even": [("start.steps", 600), ("start.mode", "prefixes")],
+    "start.even": [("start.steps", 600), ("start.mode", "random-prefix")],
 }
-FREE_TO_CHANGE = {"steps", "train.checkpoint_every", "train.log_every", "train.mirror", "train.target", "train.max_seconds"}
+FREE_TO_CHANGE = {
+    "steps",
+    "train.checkpoint_every",
+    "train.log_every",
+    "train.mirror",
+    "train.target",
+    "train.max_seconds",
+}
 """What a run may be resumed with another value of."""
 FIXED_BY_THE_TASK = {"model.vocab", "model.input_dim", "model.outputs"}
 
 
-@pytest.mark.parametrize("path", [p for p, _ in leaves(run_to_json(RUNS["defaults"])) if p not in FIXED_BY_THE_TASK])
+@pytest.mark.parametrize(
+    "path", [p for p, _ in leaves(run_to_json(RUNS["defaults"])) if p not in FIXED_BY_THE_TASK]
+)
 def test_hash_changes_with_everything_that_a_step_computes(path: str) -> None:
     run = RUNS["defaults"]
     value = OTHER_VALUES[path] if path in OTHER_VALUES else dict(leaves(run_to_json(run)))[path] + 1
@@ -336,7 +434,9 @@ def test_hash_changes_with_everything_that_a_step_computes(path: str) -> None:
         *_, part, name = other.split(".")
         data[part][name] = needed
     other_run = run_from_json(data)
-    if path.startswith("start.") and path in TOGETHER:  # what the others change is not what is tested
+    if (
+        path.startswith("start.") and path in TOGETHER
+    ):  # what the others change is not what is tested
         run = run_from_json(changed(other_run, path, dict(leaves(run_to_json(run)))[path]))
     assert other_run != run
     assert (config_hash(other_run) == config_hash(run)) == (path in FREE_TO_CHANGE)
@@ -345,7 +445,7 @@ def test_hash_changes_with_everything_that_a_step_computes(path: str) -> None:
 def test_time_is_part_of_a_schedule_that_follows_it() -> None:
     run = RUNS["defaults"]
     timed = dataclasses.replace(run, train=dataclasses.replace(run.train, max_seconds=5.0))
-    clocked = dataclasses.replace(timed, optim=dataclasses.replace(run.optim, decay="seconds"))
+    clocked = dataclasses.replace(timed, optim=dataclasses.replace(run.optim, decay_by="seconds"))
     longer = dataclasses.replace(clocked, train=dataclasses.replace(run.train, max_seconds=6.0))
     assert config_hash(timed) == config_hash(run)
     assert len({config_hash(one) for one in (run, clocked, longer)}) == 3
@@ -369,27 +469,40 @@ def test_options_that_are_gone_are_read_where_they_did_nothing() -> None:
 
 def test_whitening_is_part_of_muon() -> None:
     run = RUNS["defaults"]
-    hashes = {config_hash(dataclasses.replace(run, optim=OptimConfig("muon", whiten=steps))) for steps in (0, 1, 100)}
+    hashes = {
+        config_hash(dataclasses.replace(run, optim=OptimConfig("muon", precondition_every=steps)))
+        for steps in (0, 1, 100)
+    }
     assert len(hashes) == 3
     for name, steps in (("adamw", 100), ("muon", -1)):
-        with pytest.raises(InputError, match=f"optim.whiten is {steps} with optim.name {name}: it must be 0, or"):
-            OptimConfig(name, whiten=steps)
+        with pytest.raises(
+            InputError, match=f"optim.whiten is {steps} with optim.name {name}: it must be 0, or"
+        ):
+            OptimConfig(name, precondition_every=steps)
 
 
 def test_hash_is_ten_characters_and_the_same_everywhere() -> None:
-    imports = "from entp.config import *; from entp.config_json import config_hash; from entp.tasks.counting import Count3"
-    assert fresh_python(f"{imports}; print(config_hash(Run(Count3(), model_for(Count3()))))") == config_hash(RUNS["defaults"])
+    imports = "from entp.config import *; from entp.config.json import config_hash; from entp.tasks.counting import Count3"
+    assert fresh_python(
+        f"{imports}; print(config_hash(Run(Count3(), model_for(Count3()))))"
+    ) == config_hash(RUNS["defaults"])
     assert len(config_hash(RUNS["defaults"])) == 10
 
 
 def fresh_python(script: str) -> str:
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def test_a_file_never_imports_code(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "entp_test_trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w').close()\n")
+    (tmp_path / "entp_test_trap.py").write_text(
+        f"open({str(tmp_path / 'sprung')!r}, 'w').close()\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(InputError, match="entp_test_trap:Trap, which is not built in: import it first"):
+    with pytest.raises(
+        InputError, match="entp_test_trap:Trap, which is not built in: import it first"
+    ):
         run_from_json(changed(RUNS["defaults"], "task.name", "entp_test_trap:Trap"))
     assert "entp_test_trap" not in sys.modules
     assert not (tmp_path / "sprung").exists()
@@ -402,7 +515,7 @@ class Own(Task):
     size: int = 4
 
     def model_needs(self) -> dict[str, Any]:
-        return {"vocab": self.size, "positions": self.size}
+        return {"vocab": self.size, "context_length": self.size}
 
 
 def test_an_imported_task_of_your_own_is_found() -> None:
@@ -412,7 +525,12 @@ def test_an_imported_task_of_your_own_is_found() -> None:
 
 def test_importing_entp_and_its_config_needs_no_torch() -> None:
     heavy = "print(sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'matplotlib', 'pydantic', 'tyro'}))"
-    assert fresh_python(f"import sys, entp, entp.config; entp.Run, entp.SIZES, entp.InputError; {heavy}") == "[]"
+    assert (
+        fresh_python(
+            f"import sys, entp, entp.config; entp.Run, entp.SIZES, entp.InputError; {heavy}"
+        )
+        == "[]"
+    )
 
 
 def test_public_names_are_found_and_others_are_not() -> None:

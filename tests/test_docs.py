@@ -1,4 +1,5 @@
-"""The documents say what the code does: paths exist, commands work as written, formulas and tables are those of the code."""
+"""The documents say what the code does: paths exist, commands work as written, formulas and tables
+are those of the code."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from entp import SIZES, ModelConfig, Transformer
 from entp.bench.roofline import row_passes
-from entp.cli import COMMANDS
+from entp.cli.main import COMMANDS
 from entp.config import IMPLS
 from entp.engine import packed, reference
 from entp.engine.budget import default_token_budget
@@ -26,7 +27,9 @@ from entp.experiments import RECIPES
 from entp.training.checkpoint import load_run
 
 ROOT = Path(__file__).parent.parent
-DOCS = [path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if path.exists()]
+DOCS = [
+    path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if path.exists()
+]
 MADE_BY_RUNS = ("runs", "demo")
 SUFFIXES = ("py", "md", "toml", "txt", "json", "yml", "yaml", "sh", "cfg")
 
@@ -38,7 +41,9 @@ def without_blocks(text: str) -> str:
 
 def code_blocks(path: Path, language: str) -> list[str]:
     """The fenced blocks of a language."""
-    found = re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(
+        rf"^```{language}\n(.*?)^```", path.read_text(), flags=re.MULTILINE | re.DOTALL
+    )
     assert found, f"{path.name} has no {language} block"
     return found
 
@@ -48,7 +53,8 @@ def code_block(path: Path, language: str) -> str:
 
 
 def looks_like_a_path(span: str) -> bool:
-    """`entp/engine/` and `docs/engine.md`, not `x[:, :t+1]`, `parity.py`, `runs/first` or `count3/entp`."""
+    """`entp/engine/` and `docs/engine.md`, not `x[:, :t+1]`, `parity.py`, `runs/first` or
+    `count3/entp`."""
     plain = span.split("::")[0]
     if not re.fullmatch(r"\.?[\w-][\w.*-]*(/[\w.*-]+)*/?", plain):
         return False
@@ -56,19 +62,29 @@ def looks_like_a_path(span: str) -> bool:
     if first in MADE_BY_RUNS:
         return False
     in_a_folder = bool(rest) and plain.rsplit(".", 1)[-1] in SUFFIXES
-    return in_a_folder or ("/" in plain and (ROOT / first).is_dir()) or plain.endswith((".md", ".toml"))
+    return (
+        in_a_folder
+        or ("/" in plain and (ROOT / first).is_dir())
+        or plain.endswith((".md", ".toml"))
+    )
 
 
 def paths_in(path: Path) -> list[str]:
-    """Repository paths in backticks and targets of relative links; links are relative to the document."""
+    """Repository paths in backticks and targets of relative links; links are relative to the
+    document."""
     text = without_blocks(path.read_text())
     spans = [span for span in re.findall(r"`([^`\n]+)`", text) if looks_like_a_path(span)]
-    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"\w+:|#", link)]
+    links = [
+        link.split("#")[0]
+        for link in re.findall(r"\]\(([^)\s]+)\)", text)
+        if not re.match(r"\w+:|#", link)
+    ]
     return spans + [os.path.relpath(path.parent / link, ROOT) for link in links]
 
 
 def exists(name: str) -> bool:
-    """Whether the path, or pattern, is there; for `file::test` also whether the file defines the test."""
+    """Whether the path, or pattern, is there; for `file::test` also whether the file defines the
+    test."""
     file, _, test = name.partition("::")
     found = list(ROOT.glob(file.rstrip("/"))) or list((ROOT / "docs").glob(file))
     return bool(found) and (not test or f"def {test}(" in found[0].read_text())
@@ -115,7 +131,9 @@ def test_commands_and_recipes_exist(path: Path) -> None:
 
 
 def test_map_rows_have_a_status() -> None:
-    rows = [line for line in (ROOT / "docs" / "map.md").read_text().splitlines() if line.startswith("|")]
+    rows = [
+        line for line in (ROOT / "docs" / "map.md").read_text().splitlines() if line.startswith("|")
+    ]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     body = [row for row in cells if row[0] != "paper" and not row[0].startswith("--")]
     assert len(body) > 40
@@ -144,11 +162,12 @@ def test_a_task_in_30_lines_works_as_written(tmp_path: Path) -> None:
     assert re.search(r"input +[01]( +[01]){15}\ntarget +[01]( +[01]){15}\n", drawn)
     assert "step 20" in trained
     assert "128 sequences of test" in measured
-    assert "sequence_accuracy" in measured
+    assert "exact_match" in measured
 
 
 def test_a_recipe_of_ones_own_works_as_written(tmp_path: Path) -> None:
-    """The two files of docs/add-a-task.md, and the first command of its recipe: two processes find both files."""
+    """The two files of docs/add-a-task.md, and the first command of its recipe: two processes find
+    both files."""
     document = ROOT / "docs" / "add-a-task.md"
     for name, source in zip(("parity.py", "mine.py"), code_blocks(document, "python"), strict=True):
         (tmp_path / name).write_text(source)
@@ -161,36 +180,69 @@ def test_a_recipe_of_ones_own_works_as_written(tmp_path: Path) -> None:
 
 
 def test_the_quick_training_works_as_written(tmp_path: Path) -> None:
-    """The commands of docs/training.md, the first with fewer steps; all three parts take part in it."""
+    """The commands of docs/training.md, the first with fewer steps; all three parts take part in
+    it."""
     train, evaluate = code_block(ROOT / "docs" / "training.md", "sh").splitlines()
-    assert "step 6," in run_command(f"{train} --steps 6 --start.steps 4 --optim.warmup 2 --train.eval-batches 1", tmp_path)
+    assert "step 6," in run_command(
+        f"{train} --steps 6 --start.steps 4 --optim.warmup 2 --train.eval-batches 1", tmp_path
+    )
     run = load_run(tmp_path / "runs" / "quick")
-    assert (run.at(0).mode, run.at(0).batch, run.start.mode) == ("decoder", 64, "prefixes")
-    assert (run.optim.name, run.optim.whiten, run.optim.take, run.batch, run.steps) == ("muon", 10, 128, 128, 6)
+    assert (run.at(0).mode, run.at(0).batch, run.start.mode) == ("decoder", 64, "random-prefix")
+    assert (run.optim.name, run.optim.whiten, run.optim.take, run.batch_size, run.steps) == (
+        "muon",
+        10,
+        128,
+        128,
+        6,
+    )
     assert "4096 sequences of test" in run_command(evaluate, tmp_path)
 
 
 def run_command(line: str, folder: Path) -> str:
-    """Output of `entp ...` as the console script runs it: the current folder is not on the path by itself."""
+    """Output of `entp ...` as the console script runs it: the current folder is not on the path by
+    itself."""
     words = shlex.split(line)
     assert words[0] == "entp"
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-P", "-c", "import sys; from entp.cli import main; sys.exit(main())", *words[1:]]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        "import sys; from entp.cli.main import main; sys.exit(main())",
+        *words[1:],
+    ]
+    done = subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def linear_flops(implementation: Any, model: Transformer, x: torch.Tensor, wanted: torch.Tensor) -> int:
+def linear_flops(
+    implementation: Any, model: Transformer, x: torch.Tensor, wanted: torch.Tensor
+) -> int:
     """Floating-point operations of the linear layers, which are addmm or mm: two per multiply-add."""
     with FlopCounterMode(display=False) as counter:
         implementation.prefix_hidden(model, x, wanted)
-    return sum(flops for op, flops in counter.get_flop_counts()["Global"].items() if str(op) in ("aten.addmm", "aten.mm"))
+    return sum(
+        flops
+        for op, flops in counter.get_flop_counts()["Global"].items()
+        if str(op) in ("aten.addmm", "aten.mm")
+    )
 
 
 def table(path: Path, columns: int) -> list[list[str]]:
     """Rows of the tables of that many columns, without their heads."""
-    lines = [line for line in path.read_text().splitlines() if line.startswith("|") and not line.startswith("|---")]
+    lines = [
+        line
+        for line in path.read_text().splitlines()
+        if line.startswith("|") and not line.startswith("|---")
+    ]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [row for row in rows if len(row) == columns]
 
@@ -207,9 +259,10 @@ def test_the_shares_of_linear_work_follow_the_formula() -> None:
 
 @pytest.mark.parametrize("layers", [2, 3, 6])
 def test_the_formula_is_what_the_code_does(layers: int) -> None:
-    """12 L D² on N rows in the reference; packed (12 L - 15) D² on N rows, 3 D² on tokens and 9 D² on prefixes."""
+    """12 L D² on N rows in the reference; packed (12 L - 15) D² on N rows, 3 D² on tokens and 9 D²
+    on prefixes."""
     width, batch, time = 16, 2, 9
-    model = Transformer(ModelConfig(vocab=7, positions=time, layers=layers, heads=2, width=width))
+    model = Transformer(ModelConfig(vocab=7, context_length=time, layers=layers, heads=2, width=width))
     x = torch.randint(7, (batch, time))
     wanted = torch.rand(batch, time) < 0.7
     wanted[:, -1] = True
@@ -224,7 +277,7 @@ def test_the_default_budgets() -> None:
     rows = [row for row in table(ROOT / "docs" / "engine.md", 4) if row[0] in SIZES]
     assert [row[0] for row in rows] == list(SIZES)
     for size, layers, width, budget in rows:
-        config = ModelConfig(vocab=2, positions=1, **SIZES[size])
+        config = ModelConfig(vocab=2, context_length=1, **SIZES[size])
         with torch.device("meta"):
             model = Transformer(config)
         assert (int(layers), int(width)) == (config.layers, config.width)
@@ -247,10 +300,11 @@ def kept_bytes(model: Transformer, x: torch.Tensor, wanted: torch.Tensor) -> int
 
 
 def test_rows_keep_less_than_the_budget_assumes() -> None:
-    """docs/engine.md: 42 to 58 bytes per row, layer and width in fp32; the budget assumes 24 numbers of 4 bytes."""
+    """docs/engine.md: 42 to 58 bytes per row, layer and width in fp32; the budget assumes 24
+    numbers of 4 bytes."""
     found = []
     for size, batch in (("small", 2), ("medium", 1), ("small-deep", 1)):
-        config = ModelConfig(vocab=64, positions=64, **SIZES[size])
+        config = ModelConfig(vocab=64, context_length=64, **SIZES[size])
         wanted = torch.ones(batch, 64, dtype=torch.bool)
         kept = kept_bytes(Transformer(config), torch.randint(64, (batch, 64)), wanted)
         found.append(kept / (packed.pack(wanted).rows * config.layers * config.width))
@@ -281,17 +335,24 @@ def test_the_table_of_gpu_steps_is_that_of_the_results_file() -> None:
         assert row[3].startswith(f"{kernels['median'] * 1e3:.2f} (")
         assert row[4:6] == [f"{kernels['ratio']:.1f}", f"{kernels['memory_ratio']:.2f}"]
         assert row[8] == f"{kernels['median'] / shape['floor']['seconds']:.2f}"
-    assert {target["met"] for target in found["step"]["targets"] if target["measure"] == "memory"} == {"wanted"}
+    assert {
+        target["met"] for target in found["step"]["targets"] if target["measure"] == "memory"
+    } == {"wanted"}
     assert found["generate"]["targets"][0]["met"] == "aim"
     sections = [found[name] for name in ("step", "generate", "scaling")]
-    assert all(s["environment"][name] for s in sections for name in ("commit", "date", "device", "torch"))
+    assert all(
+        s["environment"][name] for s in sections for name in ("commit", "date", "device", "torch")
+    )
 
 
 def test_theory_document_has_the_numbers_of_its_commands() -> None:
     text = (ROOT / "docs" / "theory.md").read_text()
     powers = json.loads((ROOT / "results/complexity.json").read_text())["powers"]
     for kind, power in powers.items():
-        cells = ["none kept" if p is None else f"{round(p, 2) + 0.0:.2f}" for p in list(power.values())[:4]]
+        cells = [
+            "none kept" if p is None else f"{round(p, 2) + 0.0:.2f}"
+            for p in list(power.values())[:4]
+        ]
         assert f"| {kind} | {' | '.join(cells)} |" in text
     trade = json.loads((ROOT / "results/count3_tradeoff.json").read_text())["rows"]
     for row in trade:
@@ -299,14 +360,18 @@ def test_theory_document_has_the_numbers_of_its_commands() -> None:
             assert row["correct"]
             assert f"{row['time']}" in text, row
     statements = json.loads((ROOT / "results/theory.json").read_text())["statements"]
-    assert all(row["as_expected"] and row["label"] in text for row in statements if row["label"] != "eq:auto")
+    assert all(
+        row["as_expected"] and row["label"] in text
+        for row in statements
+        if row["label"] != "eq:auto"
+    )
 
 
 def test_the_count_of_units_is_the_documents() -> None:
     """docs/engine.md, roofline: Count3's rows, bytes of a unit, and operations."""
     mask = torch.zeros(64, 64, dtype=torch.bool)
     mask[:, 16:] = True
-    config = ModelConfig(vocab=64, positions=64, **SIZES["medium"])
+    config = ModelConfig(vocab=64, context_length=64, **SIZES["medium"])
     rows = packed.pack(mask).rows
     text = (ROOT / "docs" / "engine.md").read_text()
     assert f"N = {rows:,} rows, a unit is {2 * config.width * rows / 1e6:.1f} MB" in text

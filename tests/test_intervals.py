@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from entp.intervals import fit_exponent, wilson
+from entp.stats import fit_exponent, wilson
 
 LENGTHS = [32, 64, 128, 256, 512, 1024]
 
@@ -47,10 +47,14 @@ def test_overheads_of_short_lengths_do_not_count() -> None:
 
 
 def test_the_standard_error_is_that_of_noise() -> None:
-    """Over many noisy fits, the spread of the exponents is the size of the standard errors, and the mean is right."""
+    """Over many noisy fits, the spread of the exponents is the size of the standard errors, and the
+    mean is right."""
     rng = np.random.default_rng(0)
     lengths = [2**k for k in range(3, 19)]
-    fits = [fit_exponent(lengths, [n**2 * np.exp(0.1 * rng.standard_normal()) for n in lengths]) for _ in range(300)]
+    fits = [
+        fit_exponent(lengths, [n**2 * np.exp(0.1 * rng.standard_normal()) for n in lengths])
+        for _ in range(300)
+    ]
     exponents, errors = zip(*fits, strict=True)
     assert np.mean(exponents) == pytest.approx(2, abs=0.01)
     assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(exponents), rel=0.15)
@@ -63,4 +67,6 @@ def test_two_points_have_no_error() -> None:
 def test_exponent_and_error_are_those_of_a_straight_line_through_logarithms() -> None:
     values = [1.0, 5.0, 2.0, 6.5, 40.0, 90.0]
     slopes, covariance = np.polyfit(np.log(LENGTHS[3:]), np.log(values[3:]), 1, cov=True)
-    assert fit_exponent(LENGTHS, values) == pytest.approx((slopes[0], math.sqrt(covariance[0, 0])), rel=1e-9)
+    assert fit_exponent(LENGTHS, values) == pytest.approx(
+        (slopes[0], math.sqrt(covariance[0, 0])), rel=1e-9
+    )

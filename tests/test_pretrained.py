@@ -9,10 +9,10 @@ import pytest
 
 import entp
 from entp import pretrained
-from entp.intervals import wilson
+from entp.stats import wilson
 from entp.tasks.counting import Count3
 from entp.training.checkpoint import load_run
-from entp.training.evaluation import evaluate
+from entp.training.evaluate import evaluate
 
 MEGABYTES = 2**20
 
@@ -37,19 +37,21 @@ def test_it_is_small_and_says_how_it_was_made(name: str) -> None:
 
 @pytest.mark.parametrize("name", pretrained.names())
 def test_what_it_is_tested_on_was_not_trained_on(name: str) -> None:
-    """There are a hundred times as many sequences as training can have read: fresh ones are new ones."""
+    """There are a hundred times as many sequences as training can have read: fresh ones are new
+    ones."""
     run = load_run(Path(name))
     assert isinstance(run.task, Count3)
-    assert run.task.values**run.task.seed_length > 100 * run.sequences_by(run.steps)
+    assert run.task.values**run.task.prompt_length > 100 * run.sequences_by(run.steps)
 
 
 @pytest.mark.parametrize("name", pretrained.names())
 def test_it_does_what_it_says(name: str) -> None:
-    """512 sequences of another seed: the share of right ones fits to that of the 10,000 it was measured on."""
+    """512 sequences of another seed: the share of right ones fits to that of the 10,000 it was
+    measured on."""
     run = load_run(Path(name))
-    found = evaluate(entp.load(name), run, split="test", batches=512 // run.batch, seed=12345)
-    low, high = wilson(round(found["sequence_accuracy"] * found["n"]), found["n"])
-    told_low, told_high = made(name)["fresh"]["sequence_accuracy_interval"]
+    found = evaluate(entp.load(name), run, split="test", batches=512 // run.batch_size, seed=12345)
+    low, high = wilson(round(found["exact_match"] * found["n"]), found["n"])
+    told_low, told_high = made(name)["fresh"]["exact_match_interval"]
     assert found["n"] == 512
     assert low <= told_high
     assert high >= told_low

@@ -38,7 +38,10 @@ def test_the_tree_names_what_exists() -> None:
 
 
 def test_first_commands_are_the_two() -> None:
-    assert [line.split("#")[0].strip() for line in blocks("sh")[0].splitlines()] == ["make demo", "make test"]
+    assert [line.split("#")[0].strip() for line in blocks("sh")[0].splitlines()] == [
+        "make demo",
+        "make test",
+    ]
     makefile = (ROOT / "Makefile").read_text()
     assert "\ndemo:" in makefile
     assert "\ntest:" in makefile

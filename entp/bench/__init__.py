@@ -1,1 +1,2 @@
-"""What `entp bench step | generate | scaling` measures: time and memory, as ratios within one run on one machine."""
+"""What `entp bench step | generate | scaling` measures: time and memory, as ratios within one run
+on one machine."""

@@ -1,4 +1,5 @@
-"""`entp bench generate`: tokens per second of ENTP and of the decoder, each with its cache and without."""
+"""`entp bench generate`: tokens per second of ENTP and of the decoder, each with its cache and
+without."""
 
 from __future__ import annotations
 
@@ -9,16 +10,16 @@ from typing import Any
 import torch
 
 from entp.bench.measure import Step, bench_device, default_warmup, prepare, take_turns, time_cells
+from entp.bench.options import BenchGenerateOptions
 from entp.bench.shapes import RandomTokens, reached
 from entp.bench.step import targets_table
 from entp.config import Mode, ModelConfig, model_for
-from entp.engine.generate import generate
+from entp.engine.generation.generate import generate
 from entp.model import Transformer
-from entp.options import BenchGenerateOptions
-from entp.table import format_table
-from entp.training.metrics import environment
+from entp.results.environment import environment
+from entp.terminal import format_table
 
-CONTENDERS: dict[str, tuple[Mode, bool]] = {
+VARIANTS: dict[str, tuple[Mode, bool]] = {
     "entp uncached": ("entp", False),
     "entp": ("entp", True),
     "decoder uncached": ("decoder", False),
@@ -26,16 +27,26 @@ CONTENDERS: dict[str, tuple[Mode, bool]] = {
 }
 """Mode, and whether it keeps a cache."""
 
-TARGET_SHAPE = {"size": "medium", "batch": 64, "prompt": 16, "total": 64}
+TARGET_SHAPE = {"size": "medium", "batch_size": 64, "prompt_length": 16, "length": 64}
 """The generation that has a target."""
 
 
-def make_generation(config: ModelConfig, mode: Mode, cache: bool, batch: int, prompt: int, device: torch.device) -> Step:
-    """A function that continues `batch` prompts of `prompt` tokens to all of the model's positions, as training would round."""
+def make_generation(
+    config: ModelConfig,
+    mode: Mode,
+    cache: bool,
+    batch_size: int,
+    prompt_length: int,
+    device: torch.device,
+) -> Step:
+    """A function that continues prompts to the model's context length, in the precision of
+    training."""
     torch.manual_seed(0)
     model = Transformer(config).to(device)
-    prompts = torch.randint(config.vocab or 1, (batch, prompt), generator=torch.Generator().manual_seed(0)).to(device)
-    new = config.positions - prompt
+    shape = (batch_size, prompt_length)
+    rng = torch.Generator().manual_seed(0)
+    prompts = torch.randint(config.vocab or 1, shape, generator=rng).to(device)
+    new = config.context_length - prompt_length
 
     def step() -> torch.Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
@@ -45,26 +56,46 @@ def make_generation(config: ModelConfig, mode: Mode, cache: bool, batch: int, pr
 
 
 def bench(options: BenchGenerateOptions) -> dict[str, Any]:
-    """Measure every contender; returns what a results file keeps and `report` prints."""
+    """What a results file keeps and `report` prints: every variant, measured."""
     device = bench_device(options.device)
-    batch = options.batch or (64 if device.type == "cuda" else 4)
+    shape = _shape(options, device)
+    sizes = shape["batch_size"], shape["prompt_length"]
     warmup = default_warmup(device) if options.warmup is None else options.warmup
-    config = model_for(RandomTokens(options.total, options.vocab), options.size)
+    config = model_for(RandomTokens(options.length, options.vocab), options.size)
     ready = {
-        name: prepare(make_generation, (config, mode, cache, batch, options.prompt), device, warmup)
-        for name, (mode, cache) in CONTENDERS.items()
+        name: prepare(make_generation, (config, mode, cache, *sizes), device, warmup)
+        for name, (mode, cache) in VARIANTS.items()
     }
-    seconds = take_turns({name: step for name, (step, _) in ready.items()}, device, options.repeats, label="bench generate")
-    tokens = batch * (options.total - options.prompt)
+    seconds = take_turns(
+        {name: step for name, (step, _) in ready.items()},
+        device,
+        options.repeats,
+        label="bench generate",
+    )
+    tokens = shape["batch_size"] * (options.length - options.prompt_length)
     rows = _rows(seconds, {name: peak for name, (_, peak) in ready.items()}, tokens)
-    shape = {"size": options.size, "batch": batch, "prompt": options.prompt, "total": options.total}
     ratios: dict[str, float | None] = {row["name"]: row["ratio"] for row in rows}
     has_target = device.type == "cuda" and shape == TARGET_SHAPE
     return {
         "environment": environment(device, 1),
-        "config": {**shape, "repeats": options.repeats, "warmup": warmup, "model": dataclasses.asdict(config)},
+        "config": {
+            **shape,
+            "repeats": options.repeats,
+            "warmup": warmup,
+            "model": dataclasses.asdict(config),
+        },
         "runs": rows,
         "targets": reached("generate", {"tokens/s": ratios}) if has_target else [],
+    }
+
+
+def _shape(options: BenchGenerateOptions, device: torch.device) -> dict[str, Any]:
+    """What is generated."""
+    return {
+        "size": options.size,
+        "batch_size": options.batch_size or (64 if device.type == "cuda" else 4),
+        "prompt_length": options.prompt_length,
+        "length": options.length,
     }
 
 
@@ -72,10 +103,19 @@ def report(section: dict[str, Any]) -> str:
     """The table for a person."""
     where, shape = section["environment"], section["config"]
     title = (
-        f"generation, {shape['size']}, {shape['batch']} sequences from {shape['prompt']} to {shape['total']} tokens; "
+        f"generation, {shape['size']}, {shape['batch_size']} sequences from "
+        f"{shape['prompt_length']} to {shape['length']} tokens; "
         f"{where['device']}, {where['threads']} threads, torch {where['torch']}"
     )
-    head = ["", "ms (median)", "spread", "tokens/s", "to entp uncached", "to decoder", "peak memory MiB"]
+    head = [
+        "",
+        "ms (median)",
+        "spread",
+        "tokens/s",
+        "to entp uncached",
+        "to decoder",
+        "peak memory MiB",
+    ]
     rows = [
         [
             row["name"],
@@ -91,8 +131,10 @@ def report(section: dict[str, Any]) -> str:
     return f"{table}\n\n{targets_table(section['targets'])}" if section["targets"] else table
 
 
-def _rows(seconds: dict[str, list[float]], peaks: dict[str, int], tokens: int) -> list[dict[str, Any]]:
-    """One entry per contender; ratios are of tokens per second."""
+def _rows(
+    seconds: dict[str, list[float]], peaks: dict[str, int], tokens: int
+) -> list[dict[str, Any]]:
+    """One entry per variant; ratios are of tokens per second."""
     median = {name: statistics.median(times) for name, times in seconds.items()}
     return [
         {

@@ -1,4 +1,5 @@
-"""How things are measured: contenders take turns, so that a machine that slows down slows all; memory is each one's own."""
+"""How things are measured: variants take turns, so that a machine that slows down slows all;
+memory is each one's own."""
 
 from __future__ import annotations
 
@@ -15,20 +16,26 @@ from typing import Any
 
 import torch
 
+from entp.terminal import Progress
 from entp.training.distributed import World, pick_device
-from entp.training.metrics import Progress
 
 Step = Callable[[], object]
-"""A contender: each call does the measured work once."""
+"""A variant: each call does the measured work once."""
 
 REPLAYS = 3
-"""Steps after the warm-up in which peak memory is still watched: by then a step does what it will do for good."""
+"""Steps after the warm-up in which peak memory is still watched: by then a step does what it will
+do for good."""
 
 
 def take_turns(
-    steps: Mapping[str, Step], device: torch.device, repeats: int, each: Mapping[str, int] | None = None, label: str = "bench"
+    steps: Mapping[str, Step],
+    device: torch.device,
+    repeats: int,
+    each: Mapping[str, int] | None = None,
+    label: str = "bench",
 ) -> dict[str, list[float]]:
-    """Seconds per step: `repeats` rounds, in each of which every contender does one step, or each[name] of them in a row.
+    """Seconds per step: `repeats` rounds, in each of which every variant does one step, or
+    each[name] of them in a row.
 
     Steps in a row follow each other as in training, where nothing waits for the device after each.
     """
@@ -56,11 +63,14 @@ def timed(step: Step, device: torch.device, count: int = 1) -> float:
     return (time.perf_counter() - start) / count
 
 
-def prepare(make: Callable[..., Step], args: tuple[Any, ...], device: torch.device, warmup: int) -> tuple[Step, int]:
+def prepare(
+    make: Callable[..., Step], args: tuple[Any, ...], device: torch.device, warmup: int
+) -> tuple[Step, int]:
     """make(*args, device) after `warmup` steps, and the most bytes that steps add to the weights.
 
-    On CUDA as torch counts it, from before the first step (so with gradients and optimizer) through the steps that may record
-    a graph and REPLAYS more; on a CPU the growth of a fresh process through one step.
+    On CUDA as torch counts it, from before the first step (so with gradients and optimizer) through
+    the steps that may capture a graph and REPLAYS more; on a CPU the growth of a fresh process
+    through one step.
     """
     step = make(*args, device)
     if device.type != "cuda":
@@ -88,7 +98,8 @@ def resident_growth(make: Callable[..., Step], args: tuple[Any, ...]) -> int:
 
 
 def peak_resident() -> int:
-    """Most bytes this process has had in memory. (On Linux, getrusage's figure is inherited from the parent process.)"""
+    """Most bytes this process has had in memory. (On Linux, getrusage's figure is inherited from
+    the parent process.)"""
     status = Path("/proc/self/status")
     if status.exists():
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
@@ -106,7 +117,7 @@ def bench_device(name: str) -> torch.device:
 
 
 def default_warmup(device: torch.device) -> int:
-    """Steps that are not timed: on CUDA the first few may still record a graph."""
+    """Steps that are not timed: on CUDA the first few may still capture a graph."""
     return 5 if device.type == "cuda" else 1
 
 
@@ -117,7 +128,7 @@ def wait(device: torch.device) -> None:
 
 
 def release(device: torch.device) -> None:
-    """Give back the memory of contenders that are gone."""
+    """Give back the memory of variants that are gone."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -125,16 +136,22 @@ def release(device: torch.device) -> None:
 
 def time_cells(seconds: list[float]) -> list[str]:
     """Median and range in milliseconds, for a table."""
-    return [f"{statistics.median(seconds) * 1e3:.2f}", f"{min(seconds) * 1e3:.2f}..{max(seconds) * 1e3:.2f}"]
+    return [
+        f"{statistics.median(seconds) * 1e3:.2f}",
+        f"{min(seconds) * 1e3:.2f}..{max(seconds) * 1e3:.2f}",
+    ]
 
 
 def count_flops(work: Step) -> int:
-    """Floating-point operations of the matrix products and attention that `work` really does, as torch counts them."""
+    """Floating-point operations of the matrix products and attention that `work` really does, as
+    torch counts them."""
     from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
     aten = torch.ops.aten  # torch counts its CUDA attention itself, not its CPU kernel
     on_cpu = {
-        aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+        aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+            q, k, v
+        ),
         aten._scaled_dot_product_flash_attention_for_cpu_backward: (
             lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
         ),

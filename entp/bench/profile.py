@@ -1,4 +1,5 @@
-"""Where a step's time goes: the most expensive kernels on CUDA, the most expensive operators on a CPU."""
+"""Where a step's time goes: the most expensive kernels on CUDA, the most expensive operators on a
+CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from entp.bench.measure import Step, wait
-from entp.table import format_table
+from entp.terminal import format_table
 
 TOP = 10
 """Kernels that are named."""
@@ -18,7 +19,8 @@ NAME = 70
 
 
 def expensive_kernels(step: Step, device: torch.device, steps: int = 3) -> dict[str, Any]:
-    """The TOP kernels (CPU: operators) of a step by time: name, calls and ms per step, share of all of them."""
+    """The TOP kernels (CPU: operators) of a step by time: name, calls and ms per step, fraction of
+    all of them."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     step()
@@ -31,11 +33,17 @@ def expensive_kernels(step: Step, device: torch.device, steps: int = 3) -> dict[
     times: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     for e in found:
-        times[e.key] += e.self_device_time_total if on_gpu else e.self_cpu_time_total  # microseconds
+        microseconds = e.self_device_time_total if on_gpu else e.self_cpu_time_total
+        times[e.key] += microseconds
         calls[e.key] += e.count
     total = times.total()
     rows = [
-        {"name": name, "calls": calls[name] / steps, "ms": spent / 1e3 / steps, "share": spent / total if total else 0.0}
+        {
+            "name": name,
+            "calls": calls[name] / steps,
+            "ms": spent / 1e3 / steps,
+            "fraction": spent / total if total else 0.0,
+        }
         for name, spent in times.most_common(TOP)
     ]
     return {"what": "kernels" if on_gpu else "operators", "ms": total / 1e3 / steps, "top": rows}
@@ -43,18 +51,29 @@ def expensive_kernels(step: Step, device: torch.device, steps: int = 3) -> dict[
 
 def kernel_table(name: str, found: dict[str, Any]) -> str:
     """What expensive_kernels found, for a person."""
-    rows = [[_short(r["name"]), f"{r['calls']:g}", f"{r['ms']:.3f}", f"{r['share']:.1%}"] for r in found["top"]]
+    rows = [
+        [_short(r["name"]), f"{r['calls']:g}", f"{r['ms']:.3f}", f"{r['fraction']:.1%}"]
+        for r in found["top"]
+    ]
     what = found["what"]
     title = f"{name}: {found['ms']:.2f} ms of {what} per step"
-    return f"{title}\n{format_table([f'most expensive {what}', 'calls per step', 'ms per step', 'share'], rows)}"
+    head = [f"most expensive {what}", "calls per step", "ms per step", "fraction"]
+    return f"{title}\n{format_table(head, rows)}"
 
 
 def _is_kernel(event: Any) -> bool:
-    """Whether this is work on the device, and not the name of a span of it (such as a whole optimizer step)."""
-    span = getattr(event, "is_user_annotation", False) or event.key.startswith(("Optimizer.", "ProfilerStep"))
+    """Whether this is work on the device, and not the name of a span of it (such as a whole
+    optimizer step)."""
+    span = getattr(event, "is_user_annotation", False) or event.key.startswith(
+        ("Optimizer.", "ProfilerStep")
+    )
     return event.device_type.name == "CUDA" and not span
 
 
 def _short(name: str) -> str:
-    plain = name.removeprefix("void ").replace("at::native::", "").replace("(anonymous namespace)::", "")
+    plain = (
+        name.removeprefix("void ")
+        .replace("at::native::", "")
+        .replace("(anonymous namespace)::", "")
+    )
     return plain if len(plain) <= NAME else plain[: NAME - 3] + "..."

@@ -1,4 +1,5 @@
-"""What is measured: named shapes of a training step, the contenders, and what is wanted of them. Nothing here imports torch."""
+"""What is measured: named shapes of a training step, its variants, and their targets. Nothing here
+imports torch."""
 
 from __future__ import annotations
 
@@ -10,16 +11,16 @@ from entp.errors import InputError, one_of
 from entp.tasks.base import Batch, Split, Task
 from entp.tasks.counting import Count3, Match3
 
-CONTENDERS: dict[str, tuple[Mode, Impl]] = {
+VARIANTS: dict[str, tuple[Mode, Impl]] = {
     "reference": ("entp", "reference"),
     "packed": ("entp", "packed"),
     "triton": ("entp", "triton"),
     "decoder": ("decoder", "reference"),
     "decoder-triton": ("decoder", "triton"),
 }
-"""Who takes part in `entp bench step`, by the short names of --contenders."""
+"""What `entp bench step` measures, by the short names of --variants: mode and implementation."""
 
-LABELS = {name: f"entp {name}" if mode == "entp" else name for name, (mode, _) in CONTENDERS.items()}
+LABELS = {name: f"entp {name}" if mode == "entp" else name for name, (mode, _) in VARIANTS.items()}
 """The names in tables and files."""
 
 
@@ -36,7 +37,7 @@ class RandomTokens(Task):
     """Number of token ids."""
 
     def model_needs(self) -> dict[str, Any]:
-        return {"vocab": self.vocab, "positions": self.length}
+        return {"vocab": self.vocab, "context_length": self.length}
 
     def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
         sequences = self.rng(seed, split, step).integers(0, self.vocab, (size, self.length + 1))
@@ -50,25 +51,29 @@ class Shape:
     name: str
     task: Task
     size: str
-    batch: int
+    batch_size: int
 
-    def run(self, contender: str) -> Run:
-        """The run whose step a contender does. The loop takes the whole batch at once, as in the paper: cut, it is slower."""
-        mode, impl = CONTENDERS[contender]
-        train = TrainConfig(impl=impl, token_budget=10**9 if impl == "reference" else None)
-        return Run(self.task, model_for(self.task, self.size), mode, batch=self.batch, train=train)
+    def run(self, variant: str) -> Run:
+        """The run whose step a variant does. The reference takes the whole batch at once, as in
+        the paper: in chunks it is slower."""
+        mode, impl = VARIANTS[variant]
+        budget = 10**9 if impl == "reference" else None
+        model = model_for(self.task, self.size)
+        train = TrainConfig(impl=impl, token_budget=budget)
+        return Run(self.task, model, mode, batch_size=self.batch_size, train=train)
 
 
 PAPER = {
     shape.name: shape
     for shape in (
-        Shape("count3", Count3(seed_length=17, length=65), "medium", 64),
+        Shape("count3", Count3(prompt_length=17, length=65), "medium", 64),
         Shape("text", RandomTokens(128, 50_304), "medium", 32),
         Shape("small-deep", Match3(length=64), "small-deep", 64),
         Shape("small", Match3(length=64), "small", 64),
     )
 }
-"""The named shapes. Count3 has the prefixes of 17 to 64 integers, as the authors' code; the others have a target everywhere."""
+"""The named shapes. Count3 has the prefixes of 17 to 64 integers, as the authors' code; the others
+have a target everywhere."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +83,9 @@ class Target:
     shape: str
     """One of PAPER, or `generate`."""
     measure: Literal["time", "memory", "tokens/s"]
-    """time and memory: the loop's over the contender's; tokens/s: the contender's over the uncached loop's."""
-    contender: str
+    """time and memory: the reference's over the variant's; tokens/s: the variant's over that of
+    generation without a cache."""
+    variant: str
     wanted: float
     aim: float
 
@@ -114,12 +120,19 @@ def split_list(names: str, what: str, allowed: list[str]) -> list[str]:
 
 
 def reached(shape: str, ratios: dict[str, dict[str, float | None]]) -> list[dict[str, Any]]:
-    """The targets of a shape beside what was reached; ratios[measure][contender], None where it was not measured."""
+    """The targets of a shape beside what was reached; ratios[measure][variant], None where it was
+    not measured."""
     rows = []
     for target in TARGETS:
-        got = ratios.get(target.measure, {}).get(target.contender)
+        got = ratios.get(target.measure, {}).get(target.variant)
         if target.shape == shape and got is not None:
-            met = "aim" if got >= target.aim else "wanted" if got >= target.wanted else "no"
-            what = {"shape": shape, "measure": target.measure, "contender": target.contender}
-            rows.append({**what, "wanted": target.wanted, "aim": target.aim, "reached": got, "met": met})
+            what = {"shape": shape, "measure": target.measure, "variant": target.variant}
+            numbers = {"wanted": target.wanted, "aim": target.aim, "reached": got}
+            rows.append({**what, **numbers, "met": _met(target, got)})
     return rows
+
+
+def _met(target: Target, got: float) -> str:
+    if got >= target.aim:
+        return "aim"
+    return "wanted" if got >= target.wanted else "no"

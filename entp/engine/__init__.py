@@ -1,4 +1,4 @@
-"""ENTP at every prefix, exactly: what it means (reference), how it is computed (packed), and generation."""
+"""ENTP at every prefix, exactly: its definition, faster implementations, and generation."""
 
 from entp.engine.api import all_prefixes, choose
 

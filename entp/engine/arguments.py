@@ -1,4 +1,4 @@
-"""What `all_prefixes`, `predict` and `generate` are given, as tensors: in any type a person has it, or an InputError."""
+"""Arguments of `all_prefixes`, `predict` and `generate` as tensors, or an InputError."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entp.checks import whole
 from entp.engine.cold_start import warm_math
 from entp.engine.protocol import ModelProtocol
 from entp.errors import InputError
+from entp.fields import as_int
 
 
 def check_inputs(
@@ -22,18 +22,28 @@ def check_inputs(
     lengths: Tensor | np.ndarray | Sequence[int] | None = None,
     position_ids: Tensor | np.ndarray | Sequence | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """x with its padding blanked, lengths and position ids as tensors beside it; InputError for what the model cannot read."""
+    """x with its padding blanked, lengths and position ids, as tensors on the device of x.
+
+    Raises InputError for what the model cannot read.
+    """
     warm_math()
     _check_model(model)
     x = _as_inputs(model, x)
     if lengths is not None:
         lengths = _whole_numbers("lengths", lengths, x.device)
-        if lengths.shape != x.shape[:1] or not bool(((lengths >= 1) & (lengths <= x.shape[1])).all()):
-            raise InputError(f"lengths must be {x.shape[0]} numbers from 1 to {x.shape[1]}, got {lengths.tolist()}.")
+        inside = (lengths >= 1) & (lengths <= x.shape[1])
+        if lengths.shape != x.shape[:1] or not bool(inside.all()):
+            raise InputError(
+                f"lengths must be {x.shape[0]} numbers from 1 to {x.shape[1]}, got "
+                f"{lengths.tolist()}."
+            )
         x = _blank_padding(x, lengths)
     vocab = getattr(model, "vocab", None)
     if vocab is not None and not x.is_cuda and not bool(((x >= 0) & (x < vocab)).all()):
-        raise InputError(f"token ids go from {int(x.min())} to {int(x.max())}: the vocabulary is 0 to {vocab - 1}.")
+        raise InputError(
+            f"token ids go from {int(x.min())} to {int(x.max())}: the vocabulary is 0 to "
+            f"{vocab - 1}."
+        )
     return x, lengths, _as_position_ids(model, x, position_ids)
 
 
@@ -42,7 +52,10 @@ def _check_model(model: Any) -> None:
     missing = [n for n in ("width", "encode", "embed", "stack", "readout") if not hasattr(model, n)]
     if missing or not isinstance(model, torch.nn.Module):
         lacks = f"has no {', '.join(missing)}" if missing else "is no torch.nn.Module"
-        raise InputError(f"a {type(model).__name__} {lacks}: entp/engine/protocol.py says what a model must have.")
+        raise InputError(
+            f"a {type(model).__name__} {lacks}: entp/engine/protocol.py says what a model must "
+            "have."
+        )
 
 
 def _as_inputs(model: ModelProtocol, x: Any) -> Tensor:
@@ -53,9 +66,16 @@ def _as_inputs(model: ModelProtocol, x: Any) -> Tensor:
         if x.is_floating_point():
             x = x.to(torch.get_default_dtype())
     if input_dim is None and (x.ndim != 2 or not _is_whole(x)):
-        raise InputError(f"the model reads token ids (batch, time) of an integer type, got {tuple(x.shape)} of {x.dtype}.")
-    if input_dim is not None and (x.ndim != 3 or x.shape[2] != input_dim or not x.is_floating_point()):
-        raise InputError(f"the model reads vectors (batch, time, {input_dim}), got {tuple(x.shape)} of {x.dtype}.")
+        raise InputError(
+            f"the model reads token ids (batch, time) of an integer type, got {tuple(x.shape)} of "
+            f"{x.dtype}."
+        )
+    are_vectors = x.ndim == 3 and x.shape[2] == input_dim and x.is_floating_point()
+    if input_dim is not None and not are_vectors:
+        raise InputError(
+            f"the model reads vectors (batch, time, {input_dim}), got {tuple(x.shape)} of "
+            f"{x.dtype}."
+        )
     if x.shape[1] < 1:
         raise InputError("the sequences are empty: at least one token is needed.")
     return x.long() if input_dim is None else x
@@ -66,7 +86,9 @@ def _as_tensor(name: str, value: Any, device: torch.device) -> Tensor:
     try:
         return torch.as_tensor(np.asarray(value), device=device)
     except (TypeError, ValueError, RuntimeError):
-        raise InputError(f"{name} cannot be read as numbers in rows of equal length: got {type(value).__name__}.") from None
+        raise InputError(
+            f"{name} cannot be read as numbers in rows of equal length: got {type(value).__name__}."
+        ) from None
 
 
 def _is_whole(x: Tensor) -> bool:
@@ -82,7 +104,7 @@ def _whole_numbers(name: str, value: Any, device: torch.device) -> Tensor:
 
 
 def _as_position_ids(model: ModelProtocol, x: Tensor, position_ids: Any) -> Tensor | None:
-    """Position ids as (B, T) beside x, inside what the model has positions for."""
+    """Position ids as (B, T) on the device of x, below the model's context length."""
     limit = getattr(model, "context_length", None)
     if position_ids is None:
         if limit is not None and x.shape[1] > limit:
@@ -93,23 +115,34 @@ def _as_position_ids(model: ModelProtocol, x: Tensor, position_ids: Any) -> Tens
         return None
     ids = _whole_numbers("position_ids", position_ids, x.device)
     if ids.shape not in (x.shape[:2], x.shape[1:2]):
-        raise InputError(f"position_ids have shape {tuple(ids.shape)}: {tuple(x.shape[:2])} is needed, or {(x.shape[1],)}.")
-    if not x.is_cuda and not bool(((ids >= 0) & (ids < (limit or 2**31))).all()):
-        raise InputError(f"position_ids go from {int(ids.min())} to {int(ids.max())}: allowed are 0 to {(limit or 2**31) - 1}.")
+        raise InputError(
+            f"position_ids have shape {tuple(ids.shape)}: {tuple(x.shape[:2])} is needed, or "
+            f"{(x.shape[1],)}."
+        )
+    most = limit or 2**31
+    if not x.is_cuda and not bool(((ids >= 0) & (ids < most)).all()):
+        raise InputError(
+            f"position_ids go from {int(ids.min())} to {int(ids.max())}: allowed are 0 to "
+            f"{most - 1}."
+        )
     return ids.expand(x.shape[:2])
 
 
 def as_budget(token_budget: Any) -> int | None:
+    """A token budget as an int, or None."""
     if token_budget is None:
         return None
-    budget = whole(token_budget)
+    budget = as_int(token_budget)
     if budget is None or budget < 1:
-        raise InputError(f"token_budget is {token_budget!r}: it must be a whole number from 1 on, or None for the default.")
+        raise InputError(
+            f"token_budget is {token_budget!r}: it must be a whole number from 1 on, or None for "
+            "the default."
+        )
     return budget
 
 
 def _blank_padding(x: Tensor, lengths: Tensor) -> Tensor:
-    """x with 0 in place of whatever stands past each row's length, so that not even a NaN there can matter."""
+    """x with 0 past each row's length: not even a NaN there can matter."""
     padding = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
     return x.masked_fill(padding.reshape(*padding.shape, *(1,) * (x.ndim - 2)), 0)
 
@@ -127,15 +160,22 @@ def as_at(at: Any) -> Tensor | Sequence[int] | None:
 
 
 def _no_positions(at: Any) -> InputError:
-    return InputError(f"at is {at!r}: it must be a list of positions, or a bool mask of the shape of the batch.")
+    return InputError(
+        f"at is {at!r}: it must be a list of positions, or a bool mask of the shape of the batch."
+    )
 
 
 def check_mask(at: Tensor, batch: int, time: int) -> None:
+    """InputError unless the mask has the shape of the batch."""
     if at.shape != (batch, time):
-        raise InputError(f"at is a mask of shape {tuple(at.shape)}: a mask must have the shape of the batch, {(batch, time)}.")
+        raise InputError(
+            f"at is a mask of shape {tuple(at.shape)}: a mask must have the shape of the batch, "
+            f"{(batch, time)}."
+        )
 
 
 def positions(at: Tensor | Sequence[int] | None, time: int) -> list[int]:
+    """Positions in `at` as ints below `time`; all of them for None."""
     if at is None:
         return list(range(time))
     try:

@@ -7,12 +7,15 @@ import torch
 from entp.engine.protocol import ModelProtocol, depth
 
 BUSY = 140_000_000
-"""Rows x width x layers that keep a GPU busy. What is larger can be halved, or made again instead of kept, for a few percent of
-its time (docs/engine.md): there memory counts for more."""
+"""Rows x width x layers that keep a GPU busy.
+
+What is larger can be halved, or recomputed, for a few percent of its time (docs/engine.md): there
+memory counts for more.
+"""
 
 
 def memory_counts(width: int, layers: int, rows: int) -> bool:
-    """Whether so many rows are more than a GPU needs to be busy."""
+    """Whether these rows are more than a GPU needs to be busy."""
     return rows * width * layers > BUSY
 
 
@@ -21,11 +24,12 @@ def default_token_budget(model: ModelProtocol, device: torch.device) -> int:
     per_row = depth(model) * model.width
     if device.type != "cuda":
         return max(1024, int(2**30 / (4 * 24 * per_row)))  # 24: measured, see docs/engine.md
-    return max(1024, int(0.4 * torch.cuda.get_device_properties(device).total_memory / (3 * 24 * per_row)))
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return max(1024, int(0.4 * memory / (3 * 24 * per_row)))
 
 
 def step_token_budget(model: ModelProtocol, device: torch.device, rows: int) -> int:
-    """Rows for each chunk of a training step of so many: as many as fit, but half of them where halves keep a GPU busy."""
+    """Rows of a training step's chunk: all that fit, or half where halves keep a GPU busy."""
     fitting = default_token_budget(model, device)
     if device.type == "cuda" and memory_counts(model.width, depth(model), rows // 2):
         return min(fitting, -(-rows // 2))

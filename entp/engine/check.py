@@ -9,6 +9,7 @@ entp     triton                -          -  not used: norm_1 is a BatchNorm1d
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,12 +21,12 @@ from torch import Tensor
 from entp.config import MODES
 from entp.engine.api import predict, resolve
 from entp.engine.arguments import check_inputs
-from entp.engine.caches import DecoderCache, EntpCache, NoCache
-from entp.engine.generate import make_cache
+from entp.engine.generation.caches import DecoderCache, EntpCache, NoCache
+from entp.engine.generation.generate import make_cache
 from entp.engine.protocol import ModelProtocol, depth
-from entp.engine.support import TOLERANCE
+from entp.engine.support import TOLERANCE, weighted_gradients
 from entp.errors import EngineWarning, InputError
-from entp.table import format_table
+from entp.terminal import format_table
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Row:
     outputs: float | None
     """Largest difference of outputs, relative to the largest output; None if it was not run."""
     gradients: float | None
-    """The same of every parameter's gradient, each relative to its own largest number: the worst."""
+    """The same, the worst of all parameters' gradients, each relative to its own largest number."""
     verdict: str
 
 
@@ -51,31 +52,45 @@ class Report:
 
     @property
     def exact(self) -> bool:
-        """Is every implementation that can be used exact?"""
+        """Whether every implementation that can be used is exact."""
         return not any(row.verdict.startswith("WRONG") for row in self.rows)
 
     def __str__(self) -> str:
-        cells = [[r.mode, r.implementation, _number(r.outputs), _number(r.gradients), r.verdict] for r in self.rows]
-        table = format_table(["mode", "implementation", "outputs", "gradients", "verdict"], cells, left=True)
+        cells = [
+            [r.mode, r.implementation, _number(r.outputs), _number(r.gradients), r.verdict]
+            for r in self.rows
+        ]
+        table = format_table(
+            ["mode", "implementation", "outputs", "gradients", "verdict"], cells, left=True
+        )
         return f"{self.model}\n{table}\nauto takes {self.auto}."
 
 
 def check(
-    model: ModelProtocol, *, length: int = 9, batch: int = 3, x: Tensor | None = None, position_ids: Tensor | None = None
+    model: ModelProtocol,
+    *,
+    length: int = 9,
+    batch: int = 3,
+    x: Tensor | None = None,
+    position_ids: Tensor | None = None,
 ) -> Report:
-    """Compare every implementation with the reference: outputs and all gradients, in every mode, and generation's caches.
+    """A comparison of every implementation and cache with the reference, in every mode.
 
-    length, batch: of random inputs; x: inputs of your own instead. The model's weights and gradients stay as they are.
+    Outputs and all gradients are compared. The model's weights and gradients stay as they are.
+    length, batch: of random inputs; x: inputs of your own instead.
     """
-    x = random_inputs(model, batch, length) if x is None else x
+    if x is None:
+        x = random_inputs(model, batch, length)
     x, _, ids = check_inputs(model, x, None, position_ids)
     rows: list[Row] = []
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+    devices = [x.device] if x.is_cuda else []
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=devices):
         warnings.simplefilter("ignore", EngineWarning)
         for mode in MODES:
             rows += _compare_mode(model, x, ids, mode)
         if getattr(model, "vocab", None) is not None:
-            runs = [mode for mode in MODES if not any(r.mode == mode and r.implementation == "reference" for r in rows)]
+            declined = {row.mode for row in rows if row.implementation == "reference"}
+            runs = [mode for mode in MODES if mode not in declined]
             rows += [_compare_cache(model, x, ids, mode) for mode in runs]
         auto = resolve("auto", model, x, ids)
     return Report(_describe(model, x), tuple(rows), f"{auto.impl}: {auto.reason}")
@@ -90,7 +105,10 @@ def random_inputs(model: Any, batch: int, length: int) -> Tensor:
         return torch.randn(batch, time, model.input_dim, generator=generator).to(weight)
     vocab = getattr(model, "vocab", None)
     if vocab is None:
-        raise InputError("this model has neither vocab nor input_dim: give check(model, x=...) inputs that it reads.")
+        raise InputError(
+            "this model has neither vocab nor input_dim: give check(model, x=...) inputs that it "
+            "reads."
+        )
     return torch.randint(vocab, (batch, time), generator=generator).to(weight.device)
 
 
@@ -99,22 +117,26 @@ def _describe(model: Any, x: Tensor) -> str:
     weights = sum(p.numel() for p in model.parameters())
     kind = next(model.parameters()).dtype
     shape = " x ".join(map(str, x.shape))
-    return f"{type(model).__name__}: {depth(model)} layers, {weights:,} weights, {kind}, {x.device}; inputs {shape}"
+    name = f"{type(model).__name__}: {depth(model)} layers, {weights:,} weights"
+    return f"{name}, {kind}, {x.device}; inputs {shape}"
 
 
 def _compare_mode(model: Any, x: Tensor, ids: Tensor | None, mode: str) -> list[Row]:
     """All implementations of one mode but the reference."""
-    prefix = max(1, x.shape[1] // 2) if mode == "prefix" else None
+    prefix = max(1, x.shape[1] // 2) if mode == "prefix-lm" else None
 
     def run(impl: str) -> list[Tensor]:
-        return _outputs_and_gradients(model, lambda: predict(model, x, mode, prefix=prefix, position_ids=ids, impl=impl))
+        return _outputs_and_gradients(
+            model, lambda: predict(model, x, mode, prefix=prefix, position_ids=ids, impl=impl)
+        )
 
     try:
         want = run("reference")
     except InputError as error:
         return [Row(mode, "reference", None, None, f"not used: {_short(error)}")]
     rows = []
-    for impl in ("packed", "triton") if mode == "entp" else ("triton",):
+    impls = ("packed", "triton") if mode == "entp" else ("triton",)
+    for impl in impls:
         try:
             rows.append(_row(model, mode, impl, run(impl), want))
         except InputError as error:
@@ -123,23 +145,25 @@ def _compare_mode(model: Any, x: Tensor, ids: Tensor | None, mode: str) -> list[
 
 
 def _outputs_and_gradients(model: Any, run: Callable[[], Tensor]) -> list[Tensor]:
-    """Outputs, and the gradient by every trained parameter of a loss that weighs each output differently."""
+    """Outputs, and all gradients of a loss that weighs each output differently."""
     with torch.enable_grad():
         out = run()
-        weight = torch.cos(torch.arange(out.numel(), device=out.device)).view_as(out).to(out.dtype)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        grads = torch.autograd.grad((weight * out).sum(), trained, allow_unused=True) if trained else []
-    return [out.detach(), *(torch.zeros_like(p) if g is None else g for p, g in zip(trained, grads, strict=True))]
+        return [out.detach(), *weighted_gradients(model, out)]
 
 
 def _row(model: Any, mode: str, name: str, got: list[Tensor], want: list[Tensor]) -> Row:
     outputs = _apart(got[0], want[0], float(want[0].abs().max()))
-    largest = max((float(g.abs().max()) for g in want[1:]), default=0.0)
-    gradients = max(
-        (_apart(a, b, max(float(b.abs().max()), 1e-4 * largest)) for a, b in zip(got[1:], want[1:], strict=True)), default=0.0
-    )
+    sizes = [float(g.abs().max()) for g in want[1:]]
+    smallest = 1e-4 * max(sizes, default=0.0)
+    differences = [
+        _apart(a, b, max(size, smallest))
+        for a, b, size in zip(got[1:], want[1:], sizes, strict=True)
+    ]
+    gradients = max(differences, default=0.0)
     bound = TOLERANCE.get(next(model.parameters()).dtype, 1e-4)
-    verdict = "exact" if max(outputs, gradients) <= bound else f"WRONG (rounding is up to {bound:g})"
+    verdict = f"WRONG (rounding is up to {bound:g})"
+    if max(outputs, gradients) <= bound:
+        verdict = "exact"
     return Row(mode, name, outputs, gradients, verdict)
 
 
@@ -148,7 +172,9 @@ def _apart(got: Tensor, want: Tensor, size: float) -> float:
     if not got.numel():
         return 0.0
     off = float((got - want).abs().max())
-    return float("inf") if off != off else off / max(size, 1e-30)
+    if math.isnan(off):
+        return math.inf
+    return off / max(size, 1e-30)
 
 
 @torch.no_grad()
@@ -157,19 +183,21 @@ def _compare_cache(model: Any, x: Tensor, ids: Tensor | None, mode: str) -> Row:
     batch, time = x.shape
     first = max(1, time // 2)
     lengths = torch.full((batch,), first, device=x.device)
-    prefix = lengths if mode == "prefix" else None
+    prefix = lengths if mode == "prefix-lm" else None
     cache = make_cache(model, mode, time, prefix, tokens_BT=x, position_ids=ids)
     name = "generation, cached"
     if isinstance(cache, NoCache):
         return Row(mode, name, None, None, "not used: no cache is exact for this model")
     plain = NoCache(model, mode, prefix)
     start = None if ids is None else ids[:, :first]
-    found = [(cache.prefill(x[:, :first], lengths, start), plain.prefill(x[:, :first], lengths, start))]
+    prompts = x[:, :first]
+    got = [cache.prefill(prompts, lengths, start)]
+    want = [plain.prefill(prompts, lengths, start)]
     for t in range(first, time):
         own = None if ids is None else ids[:, t]
-        found.append((cache.append(x[:, t], own), plain.append(x[:, t], own)))
-    got, want = (torch.stack(part) for part in zip(*found, strict=True))
-    row = _row(model, mode, name, [got], [want])
+        got.append(cache.append(x[:, t], own))
+        want.append(plain.append(x[:, t], own))
+    row = _row(model, mode, name, [torch.stack(got)], [torch.stack(want)])
     kind = "" if isinstance(cache, DecoderCache | EntpCache) else " by graph"
     return Row(mode, f"{name}{kind}", row.outputs, None, row.verdict)
 

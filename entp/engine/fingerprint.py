@@ -1,4 +1,4 @@
-"""Classes whose methods and modules are known, and the fingerprint that tells when a model has changed."""
+"""Classes that the engine knows, and the fingerprint that tells when a model has changed."""
 
 from __future__ import annotations
 
@@ -19,20 +19,25 @@ registered: dict[type, dict[str, FunctionType]] = {}
 """Classes of models and blocks, with methods that agree with each other."""
 readable: set[type] = set()
 """Those of them whose weights the kernels can read."""
-rowwise: dict[type[nn.Module], Any] = {
-    kind: kind.forward
-    for kind in (
-        *(nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.GELU, nn.ReLU, nn.SiLU, nn.Embedding),
-        *(nn.Dropout, nn.Sequential, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.LeakyReLU, nn.ELU),
-    )
-}
+_LAYERS = (
+    nn.Linear,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.Embedding,
+    nn.Identity,
+    nn.Dropout,
+    nn.Sequential,
+)
+_ACTIVATIONS = (nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.LeakyReLU, nn.ELU)
+rowwise: dict[type[nn.Module], Any] = {kind: kind.forward for kind in (*_LAYERS, *_ACTIVATIONS)}
 """Modules that treat each row by itself, with their forward."""
 
 
 def register(kind: type, *methods: str, kernels: bool = False) -> None:
     """Declare a class of models or blocks whose `methods` agree with each other, as they are now.
 
-    kernels: its modules and their names are those of entp.model, so that the kernels can read its weights.
+    kernels: its modules and their names are those of entp.model, so that the kernels can read its
+        weights.
     """
     registered[kind] = {name: getattr(kind, name) for name in methods}
     if kernels:
@@ -45,7 +50,7 @@ def register_rowwise(*kinds: type[nn.Module]) -> None:
 
 
 class Fingerprint:
-    """What can change in a model without its weights' values changing: modules, attributes, hooks, methods.
+    """What a model consists of besides its weights' values: modules, attributes, hooks, methods.
 
     Comparing is a few passes over lists in C, where the same object is found equal by its identity.
     """
@@ -53,12 +58,15 @@ class Fingerprint:
     def __init__(self, model: nn.Module) -> None:
         modules = list(dict.fromkeys(model.modules()))
         self.kind = type(model)
-        self.modules = modules[1:]  # not the model itself, which is to be forgotten when nobody else holds it
+        # Not the model itself, which is to be forgotten when nobody else holds it.
+        self.modules = modules[1:]
         self.kinds = list(map(type, self.modules))
         self.attributes = [m.__dict__ for m in modules]
         self.sizes = list(map(len, self.attributes))
-        named = [(m.__dict__, names) for m in modules if (names := _names(m))]
-        self.read = [functools.partial(operator.itemgetter(*names), d) for d, names in named]
+        named = [(m.__dict__, _names(m)) for m in modules]
+        self.read = [
+            functools.partial(operator.itemgetter(*names), d) for d, names in named if names
+        ]
         self.values = [read() for read in self.read]
         children = [m.__dict__[name] for m in modules for name in CHILDREN]
         self.empty = [d for d in children if not d]
@@ -73,20 +81,23 @@ class Fingerprint:
         """Whether the model, the same one, is still what it was."""
         if type(model) is not self.kind or list(map(type, self.modules)) != self.kinds:
             return False
-        if any(self.empty) or list(map(len, self.attributes)) != self.sizes or _methods_now() != self.methods:
+        if any(self.empty) or list(map(len, self.attributes)) != self.sizes:
             return False
-        if (self.hook_keys or any(self.hooks)) and list(chain.from_iterable(self.hooks)) != self.hook_keys:
+        if _methods_now() != self.methods:
+            return False
+        hooked = self.hook_keys or any(self.hooks)
+        if hooked and list(chain.from_iterable(self.hooks)) != self.hook_keys:
             return False
         held = list(chain.from_iterable(self.views))
         if len(held) != len(self.held) or not all(map(operator.is_, held, self.held)):
             return False
         try:
             return [read() for read in self.read] == self.values
-        except (KeyError, RuntimeError, ValueError, TypeError):  # gone, or tensors, which do not compare to one truth value
-            return False
+        except (KeyError, RuntimeError, ValueError, TypeError):
+            return False  # gone, or tensors, which do not compare to one truth value
 
     def weights(self) -> list[tuple[int, bool]]:
-        """Where the weights are in memory, and which are trained: what a captured step depends on besides."""
+        """Address of each weight and whether it is trained: a captured step depends on them too."""
         return [(t.data_ptr(), t.requires_grad) for t in self.tensors]
 
 
@@ -100,10 +111,12 @@ IRRELEVANT: dict[type, set[str]] = {
 
 
 def _names(module: nn.Module) -> list[str]:
-    """The attributes that say what a module computes. Whether it is in training counts where that may matter."""
-    known = type(module) in registered or (type(module) in rowwise and not isinstance(module, _DropoutNd))
-    skip = {"training"} if known else set()
-    skip |= IRRELEVANT.get(type(module), set())
+    """The attributes that say what a module computes; `training` where that may matter."""
+    kind = type(module)
+    skip = set(IRRELEVANT.get(kind, ()))
+    rows_only = kind in rowwise and not isinstance(module, _DropoutNd)
+    if kind in registered or rows_only:
+        skip.add("training")
     return [name for name in module.__dict__ if not name.startswith("_") and name not in skip]
 
 

@@ -1,18 +1,23 @@
-"""How many floating-point operations a step needs, by formula: what a rate in TFLOP/s is taken over.
+"""Floating-point operations of a step, by formula.
 
-    step = engine_flops(config, wanted)         # wanted: bool (B, T), True at (b, t) for the prefix x[b, :t+1]
+    # target_mask: bool (B, T), True at (b, t) for the prefix x[b, :t+1]
+    step = engine_flops(config, target_mask)
     step.total / seconds / 1e12                 # achieved TFLOP/s
 
-A multiply-add is two operations. Only matrix products and attention are counted, not norms, activations, softmax or the
-optimizer. A backward pass is twice the forward: one product for the inputs' gradient and one for the weights' (attention: four
-products for two). What is computed a second time, by a kernel that keeps less or by a second part of the prefixes, counts once,
-so the same work in less time is always a higher rate. A decoder's attention is counted as the full square, as torch counts it.
+A multiply-add is two operations. Only matrix products and attention are counted, not norms,
+activations, softmax or the optimizer. A backward pass is twice the forward: one product for the
+inputs' gradient and one for the weights' (attention: four products for two). What is computed a
+second time, by a kernel that keeps less or in a second chunk of prefixes, counts once, so the
+same work in less time is always a higher rate. A decoder's attention is counted as the full square,
+as torch counts it.
 
-The exact engine is counted as docs/engine.md describes it. Layer 1's running softmax costs the scores of all pairs of tokens
-up to the longest prefix and one multiply-add per pair and unit of width for the state that every row reads from; what an
-implementation adds to that (blocks, for example) is its own affair.
+The exact engine is counted as docs/engine.md describes it. Layer 1's running softmax costs the
+scores of all pairs of tokens up to the longest prefix and one multiply-add per pair and unit of
+width for the state that every row reads from; what an implementation adds to that (blocks, for
+example) is its own affair.
 
-Names: B sequences, T tokens, M prefixes, N rows (the sum of prefix lengths), L layers, D width, H heads.
+Names: B sequences, T tokens, M prefixes, N rows (the sum of prefix lengths), L layers, D width,
+H heads.
 """
 
 from __future__ import annotations
@@ -43,42 +48,43 @@ class Flops:
         return self.linear + self.attention + self.readout
 
 
-def reference_flops(config: ModelConfig, wanted: Tensor) -> Flops:
-    """A training step of the paper's loop: every wanted prefix through all layers."""
-    lengths = _lengths(wanted)
+def reference_flops(config: ModelConfig, target_mask: Tensor) -> Flops:
+    """A training step of the paper's loop: every target's prefix through all layers."""
+    lengths = _lengths(target_mask)
     rows, squares = sum(lengths), sum(m * m for m in lengths)
     linear = config.depth * sum(_block(config)) * rows
     attention = 2 * config.depth * config.width * squares
     return _step(config, linear, attention, rows, len(lengths))
 
 
-def decoder_flops(config: ModelConfig, wanted: Tensor) -> Flops:
-    """A training step of the decoder: every token through all layers, outputs where they are wanted."""
-    batch, time = wanted.shape
+def decoder_flops(config: ModelConfig, target_mask: Tensor) -> Flops:
+    """A training step of the decoder: every token through all layers, outputs at targets."""
+    batch, time = target_mask.shape
     linear = config.depth * sum(_block(config)) * batch * time
     attention = 2 * config.depth * config.width * batch * time**2
-    return _step(config, linear, attention, batch * time, len(_lengths(wanted)))
+    return _step(config, linear, attention, batch * time, len(_lengths(target_mask)))
 
 
-def engine_flops(config: ModelConfig, wanted: Tensor) -> Flops:
-    """A training step of the exact engine, `packed` or `triton`: the savings of docs/engine.md applied."""
+def engine_flops(config: ModelConfig, target_mask: Tensor) -> Flops:
+    """A training step of the exact engine, `packed` or `triton` (docs/engine.md)."""
     if config.depth == 1:  # ENTP is the decoder
-        return decoder_flops(config, wanted)
-    lengths = _lengths(wanted)
+        return decoder_flops(config, target_mask)
+    lengths = _lengths(target_mask)
     width, middle = config.width, config.depth - 2
     rows, squares, prefixes = sum(lengths), sum(m * m for m in lengths), len(lengths)
     longest = max(lengths, default=0)
-    tokens = wanted.shape[0] * longest
+    tokens = target_mask.shape[0] * longest
     qkv, rest = _block(config)
     last_linear, last_attention = _last_layer(config, rows, prefixes)
     # Layer 1: q, k, v per token, the rest per row. Middle: all per row.
     linear = qkv * tokens + rest * rows + middle * (qkv + rest) * rows + last_linear
     first = 2 * width * tokens * longest
-    return _step(config, linear, first + 2 * middle * width * squares + last_attention, tokens, prefixes)
+    attention = first + 2 * middle * width * squares + last_attention
+    return _step(config, linear, attention, tokens, prefixes)
 
 
 def token_flops(config: ModelConfig, length: int, mode: str) -> Flops:
-    """Generating one more token with the cache of its mode (entp or decoder), the new one being token number `length`."""
+    """Generation of token number `length` with the cache of its mode, entp or decoder."""
     width, layers = config.width, config.depth
     qkv, rest = _block(config)
     if mode == "decoder" or layers == 1:
@@ -93,7 +99,7 @@ def token_flops(config: ModelConfig, length: int, mode: str) -> Flops:
 
 
 def _block(config: ModelConfig) -> tuple[int, int]:
-    """Multiply-adds of a block's linear layers for a row: those of q, k, v, and those that follow attention."""
+    """Multiply-adds per row of a block's linear layers: q, k, v, and what follows attention."""
     width, size = config.width, config.width // config.heads
     gates = 2 if config.activation == "swiglu" else 1
     qkv = width * (config.heads + 2 * (config.kv_heads or config.heads)) * size
@@ -101,19 +107,25 @@ def _block(config: ModelConfig) -> tuple[int, int]:
 
 
 def _last_layer(config: ModelConfig, rows: int, prefixes: int) -> tuple[int, int]:
-    """Multiply-adds of the last block, linear layers and attention: all but keys and values for each prefix only.
+    """Multiply-adds of the last block's linear layers and attention.
 
-    Key and value matrices are moved to the query's side, unless something stands between them and the scores.
+    All but keys and values are computed for each prefix only.
+    Key and value matrices are moved to the query's side, unless something stands between them and
+    the scores.
     """
     qkv, rest = _block(config)
-    if config.position in ("rotary", "relative"):
+    if config.position_embedding in ("rotary", "relative"):
         return qkv * rows + rest * prefixes, 2 * config.width * rows
     return (3 * config.width**2 + rest) * prefixes, 2 * config.heads * config.width * rows
 
 
 def _step(config: ModelConfig, linear: int, attention: int, read: int, prefixes: int) -> Flops:
-    """A step's operations: multiply-adds of the blocks' forward pass, `read` vectors read in, `prefixes` rows read out."""
-    read_in = 2 * (config.input_dim or 0) * config.width * read  # forward and weights: inputs need no gradient
+    """A step's operations, from the multiply-adds of the blocks' forward pass.
+
+    read: vectors that are read in; prefixes: rows that are read out.
+    """
+    # Forward and weights: inputs need no gradient.
+    read_in = 2 * (config.input_dim or 0) * config.width * read
     readout = STEP * config.width * _outputs(config) * prefixes
     return Flops(2 * (STEP * linear + read_in), 2 * STEP * attention, 2 * readout)
 
@@ -122,6 +134,6 @@ def _outputs(config: ModelConfig) -> int:
     return config.outputs or config.vocab or 0
 
 
-def _lengths(wanted: Tensor) -> list[int]:
-    """The length of every wanted prefix."""
-    return [int(t) + 1 for t in wanted.nonzero()[:, 1].tolist()]
+def _lengths(target_mask: Tensor) -> list[int]:
+    """The length of every target's prefix."""
+    return [int(t) + 1 for t in target_mask.nonzero()[:, 1].tolist()]

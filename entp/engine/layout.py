@@ -1,4 +1,4 @@
-"""How the rows of many prefixes are packed: shortest prefixes first, no padding, prefixes of equal length together."""
+"""How the rows of many prefixes are packed: shortest prefixes first, without padding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def _table(make: Callable[[Packing], Tensor]) -> cached_property[Tensor]:
-    """A cached tensor that may serve in a backward pass, even if it is made where none is recorded."""
+    """A cached tensor that a backward pass may use, even if it is made in inference mode."""
 
     def made(packing: Packing) -> Tensor:
         with torch.inference_mode(False):
@@ -28,7 +28,7 @@ def _table(make: Callable[[Packing], Tensor]) -> cached_property[Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Which prefixes are computed, and how their rows are laid out. What follows from that is computed once and kept."""
+    """The prefixes that are computed, and how their rows are laid out; tables are made once."""
 
     sequence: Tensor
     """(M,) the sequence of each prefix, in packed order: by length, then by sequence."""
@@ -38,8 +38,8 @@ class Packing:
     """(length, how many prefixes) for each length that occurs, ascending."""
     batch: int
     """B, the number of sequences."""
-    alone: bool
-    """Is at most one prefix asked of each sequence? Then prefixes have nothing to share in layer 1."""
+    one_per_sequence: bool
+    """Whether each sequence has at most one prefix, so that layer 1 has nothing to share."""
 
     @property
     def longest(self) -> int:
@@ -75,8 +75,9 @@ class Packing:
     @_table
     def last_slot(self) -> Tensor:
         """(N,) int32: the packed index of a row's prefix if the row is its last, else -1."""
-        slots = torch.full((self.rows,), -1, dtype=torch.int32, device=self.length.device)
-        slots[self.last_row] = torch.arange(len(self.length), dtype=torch.int32, device=slots.device)
+        count, device = len(self.length), self.length.device
+        slots = torch.full((self.rows,), -1, dtype=torch.int32, device=device)
+        slots[self.last_row] = torch.arange(count, dtype=torch.int32, device=device)
         return slots
 
     @_table
@@ -85,8 +86,15 @@ class Packing:
         return F.pad(self.length.cumsum(0), (1, 0)).to(torch.int32)
 
     def tables(self) -> list[Tensor]:
-        """All that follows from the layout, made now: a step that is being recorded must find them."""
-        return [self.bounds, self.last_slot, self.caller_order, self.row_index, self.row_of, self.row_token]
+        """All tables, made now: a step that is being captured must find them."""
+        return [
+            self.bounds,
+            self.last_slot,
+            self.caller_order,
+            self.row_index,
+            self.row_of,
+            self.row_token,
+        ]
 
     @property
     def starts(self) -> Tensor:
@@ -100,27 +108,29 @@ class Packing:
 
     @_table
     def caller_order(self) -> Tensor:
-        """(M,) packed indices sequence by sequence, shortest prefix first: the order in which results are returned."""
+        """(M,) packed indices in the order of results: by sequence, shortest prefix first."""
         return torch.argsort(self.sequence * (self.longest + 1) + self.length)
 
     @_table
     def row_index(self) -> Tensor:
-        """(N,) int32: each row's token among all tokens of B sequences cut to the longest prefix."""
+        """(N,) int32: each row's token among all of the B sequences, cut to the longest prefix."""
         return (self.sequence[self.row_prefix] * self.longest + self.row_token).int()
 
     @_table
     def row_of(self) -> Tensor:
-        """(B, longest) int32: the first row of the prefix that ends there, -1 where none is asked for."""
-        first = torch.full((self.batch, self.longest), -1, dtype=torch.int32, device=self.length.device)
+        """(B, longest) int32: the first row of the prefix that ends there, -1 where none does."""
+        shape, device = (self.batch, self.longest), self.length.device
+        first = torch.full(shape, -1, dtype=torch.int32, device=device)
         first[self.sequence, self.length - 1] = self.bounds[:-1]
         return first
 
 
 @dataclass(eq=False)
 class Strided:
-    """Prefixes at fixed places, `stride` rows apart, whose lengths may change in place: one per sequence, as generation needs.
+    """One prefix per sequence, `longest` rows apart, whose lengths may change in place.
 
-    It offers what kernels read of a Packing. Rows past a prefix's end are computed and never seen.
+    Generation needs it. It offers what kernels read of a Packing. Rows past a prefix's end are
+    computed and never seen.
     """
 
     length: Tensor
@@ -138,20 +148,22 @@ class Strided:
 
     def moved(self) -> None:
         """Follow `length` after it changed."""
+        count, device = len(self.length), self.length.device
         self.ends.copy_(self.starts + self.length)
-        number = torch.arange(len(self.length), device=self.length.device, dtype=torch.int32)[:, None]
-        last = torch.arange(self.longest, device=self.length.device) == self.length[:, None] - 1
+        number = torch.arange(count, device=device, dtype=torch.int32)[:, None]
+        last = torch.arange(self.longest, device=device) == self.length[:, None] - 1
         self.last_slot.copy_(torch.where(last, number, -1))
 
 
 Layout = Packing | Strided
-"""Where prefixes stand, as kernels see it."""
+"""Where prefixes stand, for kernels."""
 
 
 class _Shared:
-    """Tables by mask and device: one object for equal masks, as long as anyone holds it, and the last few in any case.
+    """Tables by mask and device: one object for equal masks, while anyone holds it.
 
-    A recorded step holds its own, so that what it reads is never freed and never made while recording.
+    The last few are held in any case. A captured step holds its own, so that what it reads is never
+    freed, and never made while it is captured.
     """
 
     def __init__(self, make: Callable[[np.ndarray, torch.device], Any], recent: int) -> None:
@@ -174,16 +186,21 @@ def _make_packing(mask: np.ndarray, device: torch.device) -> Packing:
     length, sequence = mask.T.nonzero()
     groups = tuple((t + 1, n) for t, n in enumerate(mask.sum(0, dtype=np.int64).tolist()) if n)
     tables = (torch.from_numpy(sequence).to(device), torch.from_numpy(length + 1).to(device))
-    return Packing(*tables, groups, len(mask), alone=bool((mask.sum(1) <= 1).all()))
+    one_per_sequence = bool((mask.sum(1) <= 1).all())
+    return Packing(*tables, groups, len(mask), one_per_sequence)
+
+
+def _make_positions(mask: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(mask.ravel().nonzero()[0]).to(device)
 
 
 _packings = _Shared(_make_packing, recent=8)
-_positions = _Shared(lambda mask, device: torch.from_numpy(mask.ravel().nonzero()[0]).to(device), recent=32)
+_positions = _Shared(_make_positions, recent=32)
 
 
-def pack(wanted: Tensor, device: torch.device | None = None) -> Packing:
-    """The packing of the prefixes marked in wanted (B, T), its tensors on `device`, or where wanted is."""
-    return _packings(wanted, device)
+def pack(target_mask: Tensor, device: torch.device | None = None) -> Packing:
+    """The packing of the prefixes in target_mask (B, T), on `device` or where the mask is."""
+    return _packings(target_mask, device)
 
 
 def whole_sequences(batch: int, time: int, device: torch.device) -> Packing:
@@ -198,58 +215,64 @@ def positions_of(mask: Tensor, device: torch.device | None = None) -> Tensor:
     return _positions(mask, device)
 
 
-def trim(wanted: Tensor) -> slice:
-    """The sequences from the first to the last of which anything is asked; all if nothing is."""
-    asked = wanted.any(1).nonzero()[:, 0].tolist()
-    return slice(asked[0], asked[-1] + 1) if asked else slice(None)
+def trim(target_mask: Tensor) -> slice:
+    """The sequences from the first to the last with a target; all if none has one."""
+    used = target_mask.any(1).nonzero()[:, 0].tolist()
+    if not used:
+        return slice(None)
+    return slice(used[0], used[-1] + 1)
 
 
-def split(wanted: Tensor, token_budget: int) -> Iterator[Tensor]:
-    """Disjoint masks that add up to wanted, each of at most token_budget rows (or one prefix, if that alone is longer).
+def split(target_mask: Tensor, token_budget: int) -> Iterator[Tensor]:
+    """Disjoint masks that add up to target_mask, each of at most token_budget rows.
 
-    Whole sequences stay together where they fit, because layer 1 is computed once per sequence and mask, in parts of about
-    equal size; a sequence that does not fit is cut between lengths.
+    A prefix that alone is longer is a chunk of its own. Sequences stay whole where they fit,
+    because layer 1 is computed once per sequence and mask, in chunks of about equal size; a
+    sequence that does not fit is cut between lengths.
     """
-    wanted = wanted.cpu()
-    rows = rows_of(wanted)
+    target_mask = target_mask.cpu()
+    rows = rows_of(target_mask)
     fitting = [b for b, n in enumerate(rows) if 0 < n <= token_budget]
     total = sum(rows[b] for b in fitting)
     even = total / max(1, -(-total // token_budget))
-    part: list[int] = []
-    taken = 0
+    chunk: list[int] = []
+    size = 0
     for b in fitting:
-        if part and (taken + rows[b] > token_budget or taken >= even):
-            yield _mask_of(wanted, part)
-            part, taken = [], 0
-        part.append(b)
-        taken += rows[b]
-    if part:
-        yield _mask_of(wanted, part)
-    for b in (b for b, n in enumerate(rows) if n > token_budget):
-        yield from _split_lengths(wanted, b, token_budget)
+        full = size + rows[b] > token_budget or size >= even
+        if chunk and full:
+            yield _mask_of(target_mask, chunk)
+            chunk, size = [], 0
+        chunk.append(b)
+        size += rows[b]
+    if chunk:
+        yield _mask_of(target_mask, chunk)
+    for b, n in enumerate(rows):
+        if n > token_budget:
+            yield from _split_lengths(target_mask, b, token_budget)
 
 
-def rows_of(wanted: Tensor) -> list[int]:
-    """How many rows the wanted prefixes (B, T) of each sequence have together."""
-    return (wanted * torch.arange(1, wanted.shape[1] + 1, device=wanted.device)).sum(1).tolist()
+def rows_of(target_mask: Tensor) -> list[int]:
+    """Rows of each sequence's prefixes in target_mask (B, T)."""
+    lengths = torch.arange(1, target_mask.shape[1] + 1, device=target_mask.device)
+    return (target_mask * lengths).sum(1).tolist()
 
 
-def _mask_of(wanted: Tensor, sequences: list[int]) -> Tensor:
-    """wanted in these sequences only."""
-    mask = torch.zeros_like(wanted)
-    mask[sequences] = wanted[sequences]
+def _mask_of(target_mask: Tensor, sequences: list[int]) -> Tensor:
+    """target_mask in these sequences only."""
+    mask = torch.zeros_like(target_mask)
+    mask[sequences] = target_mask[sequences]
     return mask
 
 
-def _split_lengths(wanted: Tensor, sequence: int, token_budget: int) -> Iterator[Tensor]:
+def _split_lengths(target_mask: Tensor, sequence: int, token_budget: int) -> Iterator[Tensor]:
     """Masks of one sequence's prefixes, the shortest first."""
-    ends = wanted[sequence].nonzero()[:, 0]
+    ends = target_mask[sequence].nonzero()[:, 0]
     rows = (ends + 1).cumsum(0)
     start = 0
     while start < len(ends):
         before = int(rows[start - 1]) if start else 0
         stop = max(start + 1, int(torch.searchsorted(rows, before + token_budget, right=True)))
-        mask = torch.zeros_like(wanted)
+        mask = torch.zeros_like(target_mask)
         mask[sequence, ends[start:stop]] = True
         yield mask
         start = stop

@@ -1,18 +1,21 @@
-"""All prefixes at once in plain torch: the exact savings of docs/engine.md, on CPU and CUDA, for any model of protocol.py.
+"""All prefixes at once in plain torch, for any model of protocol.py, on CPU and CUDA.
 
-The rows of all wanted prefixes are packed one after the other, shortest prefixes first and without padding:
+The rows of all prefixes are packed one after the other, shortest prefixes first and without
+padding. Prefixes of equal length stand together: attention over a group needs no mask.
 
-    prefix of sequence    a   b   a a   b b   a a a        prefixes of equal length stand together, so attention over a
-    row (token)           0   0   0 1   0 1   0 1 2        group is one batched call without a mask
+    prefix of sequence    a   b   a a   b b   a a a
+    row (token)           0   0   0 1   0 1   0 1 2
 
+The exact savings of docs/engine.md:
 1. Embeddings and layer 1's q, k, v are computed once per token, not once per row.
-2. Layer 1's attention of token i over keys 0..m-1 is, for all m together, a running softmax over keys.
-3. The last layer has one query per prefix. Where its weights may be read (support.absorbs), its key and value projections
-   move to the query's side of the products.
+2. Layer 1's attention of token i over keys 0..m-1 is an online softmax, for all m together.
+3. The last layer has one query per prefix. Where its weights may be read (support.absorbs), its
+   key and value projections move to the query's side of the products.
 4. Linear layers see packed rows only.
 5. Prefixes do not depend on each other, so `token_budget` may split them into chunks.
 
-Names: B sequences, T tokens, M prefixes, N rows (the sum of prefix lengths), D width, H heads, d head size.
+Names: B sequences, T tokens, M prefixes, N rows (the sum of prefix lengths), D width, H heads,
+d head size.
 """
 
 from __future__ import annotations
@@ -23,15 +26,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from entp.attention import attend
 from entp.engine.layout import Packing, pack, positions_of
+from entp.engine.masks import attend
+from entp.engine.online_softmax import at_least_fp32, running_attention
 from entp.engine.protocol import BlockProtocol, ModelProtocol, attention_bias
-from entp.engine.running import at_least_fp32, running_attention
 from entp.engine.support import absorbs
 
 
-class Places(NamedTuple):
-    """Where tokens and rows stand."""
+class Positions(NamedTuple):
+    """Positions of tokens and rows, and the bias that follows from them."""
 
     ids: Tensor
     """(B, T) or (T,) position ids of tokens."""
@@ -41,20 +44,22 @@ class Places(NamedTuple):
     """(B or 1, H, T, T) added to attention scores, or None."""
 
 
-def prefix_hidden(model: ModelProtocol, x: Tensor, wanted: Tensor, position_ids: Tensor | None = None) -> Tensor:
-    """As reference.prefix_hidden: last block's output at the end of each wanted prefix, (M, D), sequence by sequence."""
-    packing = pack(wanted, x.device)
+def prefix_hidden(
+    model: ModelProtocol, x: Tensor, target_mask: Tensor, position_ids: Tensor | None = None
+) -> Tensor:
+    """As reference.prefix_hidden: the last block's output at the end of each prefix, (M, D)."""
+    packing = pack(target_mask, x.device)
     if not packing.groups:
         return model.embed(x, position_ids).flatten(0, 1)[:0]
     blocks = model.stack()
     if len(blocks) == 1:  # one layer: encoder and decoder are the same function (paper, appendix)
         hidden = causal_hidden(model, x, position_ids)
-        return hidden.flatten(0, 1).index_select(0, positions_of(wanted, x.device))
+        return hidden.flatten(0, 1).index_select(0, positions_of(target_mask, x.device))
     ids = None if position_ids is None else position_ids[:, : packing.longest]
     h = model.embed(x[:, : packing.longest], ids)
-    places = places_of(model, packing, ids)
-    rows = first_layer(blocks[0], h, packing, places)
-    out = upper_layers(model, rows, packing, places)
+    positions = make_positions(model, packing, ids)
+    rows = first_layer(blocks[0], h, packing, positions)
+    out = upper_layers(model, rows, packing, positions)
     return out.index_select(0, packing.caller_order)
 
 
@@ -63,59 +68,77 @@ def causal_hidden(model: ModelProtocol, x: Tensor, position_ids: Tensor | None) 
     ids = torch.arange(x.shape[1], device=x.device) if position_ids is None else position_ids
     h, bias = model.embed(x, position_ids), attention_bias(model, ids, ids)
     for block in model.stack():
-        q, k, v = (part.transpose(1, 2) for part in block.project(h, ids))
+        q, k, v = (x.transpose(1, 2) for x in block.project(h, ids))
         attended = attend(q, k, v, scale=block.scale, causal=True, bias=bias)
         h = block.finish(h, attended.transpose(1, 2).flatten(2))
     return h
 
 
-def places_of(model: ModelProtocol, packing: Packing, position_ids: Tensor | None) -> Places:
-    """Positions of the tokens and rows of a packing; position_ids: (B, longest), None for 0, 1, 2, ..."""
+def make_positions(
+    model: ModelProtocol, packing: Packing, position_ids: Tensor | None
+) -> Positions:
+    """Positions in a packing; position_ids: (B, longest), or None for 0, 1, 2, ..."""
     if position_ids is None:
-        ids, row_ids = torch.arange(packing.longest, device=packing.length.device), packing.row_token
+        ids = torch.arange(packing.longest, device=packing.length.device)
+        row_ids = packing.row_token
     else:
-        ids, row_ids = position_ids, position_ids.flatten().index_select(0, packing.row_index)
-    return Places(ids, row_ids, attention_bias(model, ids, ids))
+        ids = position_ids
+        row_ids = position_ids.flatten().index_select(0, packing.row_index)
+    return Positions(ids, row_ids, attention_bias(model, ids, ids))
 
 
-def upper_layers(model: ModelProtocol, rows_ND: Tensor, packing: Packing, places: Places) -> Tensor:
-    """Blocks 2..L on packed rows: full attention inside each prefix, one query per prefix in the last. Returns (M, D)."""
+def upper_layers(
+    model: ModelProtocol, rows_ND: Tensor, packing: Packing, positions: Positions
+) -> Tensor:
+    """Blocks 2..L on packed rows, the last at the end of each prefix only: (M, D)."""
     *middle, last = model.stack()[1:]
     for block in middle:
-        rows_ND = full_block(block, rows_ND, packing, places)
+        rows_ND = full_block(block, rows_ND, packing, positions)
     absorbed = isinstance(model, torch.nn.Module) and absorbs(model)
-    return last_layer(last, rows_ND, packing, places, absorbed)
+    return last_layer(last, rows_ND, packing, positions, absorbed)
 
 
-def full_block(block: BlockProtocol, rows_ND: Tensor, packing: Packing, places: Places) -> Tensor:
+def full_block(
+    block: BlockProtocol, rows_ND: Tensor, packing: Packing, positions: Positions
+) -> Tensor:
     """A block on every row: full attention inside each prefix."""
-    q, k, v = block.project(rows_ND, places.row_ids)
-    return block.finish(rows_ND, prefix_attention(q, k, v, packing, block.scale, places.bias))
+    q, k, v = block.project(rows_ND, positions.row_ids)
+    return block.finish(rows_ND, prefix_attention(q, k, v, packing, block.scale, positions.bias))
 
 
-def first_layer(block: BlockProtocol, h_BTD: Tensor, packing: Packing, places: Places) -> Tensor:
+def first_layer(
+    block: BlockProtocol, h_BTD: Tensor, packing: Packing, positions: Positions
+) -> Tensor:
     """Block 1 for every row (N, D), from the embeddings (B, T, D)."""
-    if packing.alone:  # nothing to share: a block like any other
-        return full_block(block, h_BTD.flatten(0, 1).index_select(0, packing.row_index), packing, places)
-    q, k, v = (part.transpose(1, 2) for part in block.project(h_BTD, places.ids))
-    with torch.autocast(h_BTD.device.type, enabled=False):  # scores in full precision, as fused attention keeps them
-        attended = running_attention(q, k, v, packing, block.scale, places.bias)
-    rows = F.embedding(packing.row_index, h_BTD.flatten(0, 1))  # its backward adds rows up in parallel and in a fixed order
+    if packing.one_per_sequence:  # nothing to share: a block like any other
+        rows = h_BTD.flatten(0, 1).index_select(0, packing.row_index)
+        return full_block(block, rows, packing, positions)
+    q, k, v = (x.transpose(1, 2) for x in block.project(h_BTD, positions.ids))
+    # Scores in full precision, as fused attention keeps them.
+    with torch.autocast(h_BTD.device.type, enabled=False):
+        attended = running_attention(q, k, v, packing, block.scale, positions.bias)
+    # The backward pass of F.embedding adds rows up in parallel and in a fixed order.
+    rows = F.embedding(packing.row_index, h_BTD.flatten(0, 1))
     return block.finish(rows, attended)
 
 
-def prefix_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, bias: Tensor | None = None) -> Tensor:
+def prefix_attention(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, bias: Tensor | None = None
+) -> Tensor:
     """Full attention inside each prefix: q (N, H, d), k and v (N, KV, d) to (N, H d)."""
     size = q.shape[-1]
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and size % 8 == 0 and size <= 256 and bias is None:
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    if q.is_cuda and half and size % 8 == 0 and size <= 256 and bias is None:
         return _varlen(q, k, v, packing, scale)
     outputs = []
-    for (m, count), number, *parts in zip(
-        packing.groups, _groups_of(packing), *(part.split(packing.row_counts) for part in (q, k, v)), strict=True
+    by_group = (x.split(packing.row_counts) for x in (q, k, v))
+    for (m, count), sequences, *qkv in zip(
+        packing.groups, _groups_of(packing), *by_group, strict=True
     ):
-        one, two, three = (part.unflatten(0, (count, m)).transpose(1, 2) for part in parts)
-        seen = None if bias is None else _bias_of(bias, number, m)
-        outputs.append(attend(one, two, three, scale=scale, bias=seen).transpose(1, 2).flatten(2).flatten(0, 1))
+        one, two, three = (x.unflatten(0, (count, m)).transpose(1, 2) for x in qkv)
+        own = None if bias is None else _bias_of(bias, sequences, m)
+        attended = attend(one, two, three, scale=scale, bias=own)
+        outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
     return torch.cat(outputs)
 
 
@@ -126,7 +149,9 @@ def _groups_of(packing: Packing) -> tuple[Tensor, ...]:
 
 def _bias_of(bias: Tensor, sequences: Tensor, m: int) -> Tensor:
     """The bias of prefixes of length m of these sequences."""
-    return (bias if len(bias) == 1 else bias.index_select(0, sequences))[:, :, :m, :m]
+    if len(bias) > 1:
+        bias = bias.index_select(0, sequences)
+    return bias[:, :, :m, :m]
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
@@ -134,44 +159,53 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> 
     from torch.nn.attention.varlen import varlen_attn
 
     if k.shape[1] != q.shape[1]:
-        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
-    q, k, v = (part.contiguous() for part in (q, k, v))
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    q, k, v = (x.contiguous() for x in (q, k, v))
     bounds, longest = packing.bounds, packing.longest
     out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale)
     return out.flatten(1)  # type: ignore[union-attr]
 
 
-def last_layer(block: BlockProtocol, rows_ND: Tensor, packing: Packing, places: Places, absorbed: bool = False) -> Tensor:
+def last_layer(
+    block: BlockProtocol,
+    rows_ND: Tensor,
+    packing: Packing,
+    positions: Positions,
+    absorbed: bool = False,
+) -> Tensor:
     """The last block at the end of each prefix only, (M, D) from (N, D)."""
     last = packing.last_row
     if absorbed:
-        with torch.autocast(rows_ND.device.type, enabled=False):  # few rows: full precision costs nothing, rounds once less
+        # Few rows: full precision costs nothing and rounds once less.
+        with torch.autocast(rows_ND.device.type, enabled=False):
             attended = _absorbed_attention(block, rows_ND, packing, last)
     else:
-        q, k, v = block.project(rows_ND, places.row_ids)
-        attended = _last_attention(q[last], k, v, packing, block.scale, places.bias)
+        q, k, v = block.project(rows_ND, positions.row_ids)
+        attended = _last_attention(q[last], k, v, packing, block.scale, positions.bias)
     return block.finish(rows_ND[last], attended.to(rows_ND.dtype))
 
 
-def _last_attention(q_MHd: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, bias: Tensor | None) -> Tensor:
-    """Attention of one query per prefix over the keys and values (N, KV, d) of its rows: (M, H d)."""
+def _last_attention(
+    q_MHd: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, bias: Tensor | None
+) -> Tensor:
+    """Attention of one query per prefix over its rows' keys and values (N, KV, d): (M, H d)."""
     outputs = []
-    counts = [count for _, count in packing.groups]
-    rows = packing.row_counts
-    for (m, count), number, one, two, three in zip(
-        packing.groups, _groups_of(packing), q_MHd.split(counts), k.split(rows), v.split(rows), strict=True
+    queries = q_MHd.split([count for _, count in packing.groups])
+    by_group = (x.split(packing.row_counts) for x in (k, v))
+    for (m, count), sequences, query, *kv in zip(
+        packing.groups, _groups_of(packing), queries, *by_group, strict=True
     ):
-        keys, values = (part.unflatten(0, (count, m)).transpose(1, 2) for part in (two, three))
-        seen = None if bias is None else _bias_of(bias, number, m)[:, :, -1:]
-        outputs.append(attend(one[:, :, None], keys, values, scale=scale, bias=seen).flatten(1))
+        keys, values = (x.unflatten(0, (count, m)).transpose(1, 2) for x in kv)
+        own = None if bias is None else _bias_of(bias, sequences, m)[:, :, -1:]
+        outputs.append(attend(query[:, :, None], keys, values, scale=scale, bias=own).flatten(1))
     return torch.cat(outputs)
 
 
 def _absorbed_attention(block: Any, rows_ND: Tensor, packing: Packing, last: Tensor) -> Tensor:
     """The same where the weights may be read, (M, D).
 
-    Per head, q k_i = (W_K^T q) x_i + a constant, which softmax ignores, and sum_i a_i v_i = W_V (sum_i a_i x_i) + b_V: keys
-    and values of the N rows are never computed.
+    Per head, q k_i = (W_K^T q) x_i + a constant, which softmax ignores, and sum_i a_i v_i = W_V
+    (sum_i a_i x_i) + b_V: keys and values of the N rows are never computed.
     """
     x_ND = at_least_fp32(block.norm_1(rows_ND) if block.pre_norm else rows_ND)
     w_q, w_k, w_v = _by_head(block, at_least_fp32(block.qkv.weight))  # (H, d, D) each
@@ -183,23 +217,27 @@ def _absorbed_attention(block: Any, rows_ND: Tensor, packing: Packing, last: Ten
     q_MHD = torch.einsum("mhe,hed->mhd", q_MHd * block.scale, w_k)
     context_MHD = query_attention(x_ND, q_MHD, packing)
     attended = torch.einsum("mhd,hed->mhe", context_MHD, w_v)
-    return (attended if b_v is None else attended + b_v).flatten(1)
+    if b_v is not None:
+        attended = attended + b_v
+    return attended.flatten(1)
 
 
 def _by_head(block: Any, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of the q, k, v matrix (or its bias) as (H, d, ...) each; heads that share keys and values each have them."""
+    """Rows of the q, k, v matrix (or its bias) as (H, d, ...) each; shared heads are repeated."""
     groups = [block.heads, block.kv_heads, block.kv_heads]
     q, k, v = weights.unflatten(0, (sum(groups), -1)).split(groups)
     if block.kv_heads != block.heads:
-        k, v = (part.repeat_interleave(block.heads // block.kv_heads, dim=0) for part in (k, v))
+        k, v = (x.repeat_interleave(block.heads // block.kv_heads, dim=0) for x in (k, v))
     return q, k, v
 
 
 def query_attention(x_ND: Tensor, q_MHD: Tensor, packing: Packing) -> Tensor:
-    """Contexts (M, H, D): one scaled query per prefix and head over the prefix's rows, which are keys and values at once."""
+    """Contexts (M, H, D): a scaled query per prefix and head over rows that are keys and values."""
     contexts = []
     counts = [count for _, count in packing.groups]
-    for (m, count), x, q in zip(packing.groups, x_ND.split(packing.row_counts), q_MHD.split(counts), strict=True):
+    for (m, count), x, q in zip(
+        packing.groups, x_ND.split(packing.row_counts), q_MHD.split(counts), strict=True
+    ):
         x = x.unflatten(0, (count, m))
         contexts.append(torch.softmax(q @ x.transpose(1, 2), dim=-1) @ x)
     return torch.cat(contexts)

@@ -1,11 +1,13 @@
 """What the engine needs of a model, and nothing more.
 
-Any `torch.nn.Module` with these members can be run by `entp.all_prefixes`, `entp.predict` and `entp.generate`
-(docs/change-the-model.md has one in 40 lines). `encode` defines what the model computes. The other methods let the engine
-compute the same with less work; support.py says when that is exact.
+Any `torch.nn.Module` with these members can be run by `entp.all_prefixes`, `entp.predict` and
+`entp.generate` (docs/change-the-model.md has one in 40 lines). `encode` defines what the model
+computes. The other methods let the engine compute the same with less work; support.py says when
+that is exact.
 
-Position ids are whole numbers, one per token. They may depend on the token and on earlier ones, never on later ones.
-Shapes in names: B batch, T time, D width, H heads, KV key and value heads, d head size, ... any number of rows.
+Position ids are whole numbers, one per token. They may depend on the token and on earlier ones,
+never on later ones. Shapes in names: B batch, T time, D width, H heads, KV key and value heads,
+d head size, ... any number of rows.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor
 
 @runtime_checkable
 class BlockProtocol(Protocol):
-    """One layer: q, k, v of each row by itself, attention, and what follows of each row by itself."""
+    """One layer: q, k, v of each row by itself, attention, and what follows, again by row."""
 
     heads: int
     """Query heads, H."""
@@ -26,7 +28,7 @@ class BlockProtocol(Protocol):
     """What scores are multiplied by."""
 
     def project(self, h: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q (..., H, d), k and v (..., KV, d) from rows (..., D) at positions (...); KV divides H."""
+        """q (..., H, d), k, v (..., KV, d) from rows (..., D) at positions (...); KV divides H."""
 
     def finish(self, h: Tensor, attended: Tensor) -> Tensor:
         """The layer's output (..., D) from its input and its attention's output, both (..., D)."""
@@ -34,19 +36,23 @@ class BlockProtocol(Protocol):
 
 @runtime_checkable
 class ModelProtocol(Protocol):
-    """A model. Optional members, each an attribute: vocab, input_dim and context_length, which inputs are checked against."""
+    """A model. Inputs are checked against vocab, input_dim and context_length, if it has them."""
 
     width: int
     """D."""
 
     def encode(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """The last layer's output (B, T, D) with full attention among all T tokens: the model's own forward pass.
+        """The last layer's output (B, T, D) with full attention: the model's own forward pass.
 
-        For modes decoder and prefix it also takes mask (bool, (B or 1, T, T), True where a key is seen) and causal (bool).
+        For modes decoder and prefix-lm it also takes mask (bool, (B or 1, T, T), True where a key
+        is seen) and causal (bool).
         """
 
     def embed(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """The first layer's input (B, T, D), of each token by itself; position_ids (B, T) or (T,), None: 0, 1, 2, ..."""
+        """The first layer's input (B, T, D), of each token by itself.
+
+        position_ids: (B, T) or (T,), or None for 0, 1, 2, ...
+        """
 
     def stack(self) -> Sequence[BlockProtocol]:
         """The layers in the order in which they run; one may come several times."""
@@ -56,7 +62,7 @@ class ModelProtocol(Protocol):
 
 
 class HasBias(Protocol):
-    """A model that adds to attention scores what depends on positions only, the same in every layer."""
+    """A model that adds a bias to attention scores, which depends on positions only."""
 
     def attention_bias(self, query_ids: Tensor, key_ids: Tensor) -> Tensor | None:
         """(B or 1, H, Q, K) from position ids (Q,) and (K,), or (B, Q) and (B, K)."""

@@ -1,14 +1,18 @@
 """Which implementation is exact for a model, as it is now, and why not.
 
-The reference runs the model's own forward pass, so it is exact for any model. The others replace it:
+The reference runs the model's own forward pass, so it is exact for any model. The others replace
+it:
 
-- packed calls `embed`, `project`, `finish` and `readout`, and the modules inside them, on packed rows. That is exact if
-  these methods are what the forward pass does, and if every module treats each row by itself. Known modules do. Others
-  (LoRA, a hook, a layer of one's own) are compared with the reference once, on the first tokens that come.
-- The kernels, and packed where it moves the last layer's key and value matrices to the query's side, read weights. That is
-  exact only for modules of exactly the types they were written for, without hooks, and without changed methods.
+- packed calls `embed`, `project`, `finish` and `readout`, and the modules inside them, on packed
+  rows. That is exact if these methods are what the forward pass does, and if every module treats
+  each row by itself. Known modules do. Others (LoRA, a hook, a layer of one's own) are compared
+  with the reference once, on the first tokens that come.
+- The kernels read weights, and packed does where it moves the last layer's key and value matrices
+  to the query's side. That is exact only for modules of exactly the types they were written for,
+  without hooks, and without changed methods.
 
-A model can change between two calls. `support_of` compares a fingerprint each time: 0.24 microseconds a module on a server.
+A model can change between two calls. `support_of` compares a fingerprint each time: 0.24
+microseconds a module on a server.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from entp.engine.fingerprint import GLOBAL_HOOKS, HOOKS, Fingerprint, readable, 
 from entp.engine.protocol import ModelProtocol
 
 MOST_KNOWN = 4
-"""States of one model that are remembered: in training and in evaluation, with and without a hook."""
+"""States of a model that are remembered: training and evaluation, with and without a hook."""
 
 
 @dataclass(eq=False)
@@ -34,20 +38,20 @@ class Support:
     """What the engine may do with a model in one state."""
 
     rows: str | None
-    """Why `project` and `finish` on packed rows are not exact; None: they are, if `unknown` is None too."""
+    """Why `project` and `finish` on packed rows are not exact, or None."""
     unknown: str | None
-    """A module that may treat rows together: packed has to be compared with the reference. None: all are known."""
+    """A module that may treat rows together, so that packed has to be compared first, or None."""
     kernels: str | None
-    """Why the kernels are not exact; None: they are."""
+    """Why the kernels are not exact, or None."""
     fingerprint: Fingerprint
     compared: dict[object, str | None] = field(default_factory=dict)
-    """By type of numbers and length: what a comparison of packed with the reference found wrong, None for nothing."""
+    """What a comparison of packed with the reference found wrong, by type and length."""
     told: set[str] = field(default_factory=set)
     """Warnings that were given."""
 
     @property
     def graphs(self) -> bool:
-        """May a step be captured? A graph replays no Python, so nothing may depend on it."""
+        """Whether a step may be captured. A graph replays no Python: nothing may depend on it."""
         return self.rows is None and self.unknown is None
 
 
@@ -55,7 +59,7 @@ _known: WeakKeyDictionary[Any, list[Support]] = WeakKeyDictionary()
 
 
 def support_of(model: ModelProtocol) -> Support:
-    """What the engine may do with the model as it is now. The same object as long as it does not change."""
+    """What the engine may do with the model as it is now; the same object until it changes."""
     known = _known.get(model)
     if known is None:
         known = _known[model] = []
@@ -93,14 +97,17 @@ def _why_not_rows(model: Any) -> str | None:
             return f"{changed}, which only its own forward pass calls"
     for name, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.training and module.p > 0:
-            return f"{name} is active dropout, and each implementation would draw its own numbers: call model.eval()"
+            return (
+                f"{name} is active dropout, and each implementation would draw its own numbers: "
+                "call model.eval()"
+            )
     return None
 
 
 def _changed(thing: Any, name: str, skip: tuple[str, ...] = ()) -> str | None:
-    """Which method of a registered class was overridden, in a subclass, on the class or on the object, or None.
+    """The method of a registered class that was overridden, on class, subclass or object, or None.
 
-    skip: methods that packed calls itself, so that a change in them counts. Unregistered classes have nothing to change.
+    skip: methods that packed calls itself, so that a change in them counts.
     """
     kind = next((cls for cls in type(thing).__mro__ if cls in registered), None)
     if kind is None:
@@ -124,10 +131,11 @@ def _unknown_module(model: Any) -> str | None:
     if any(not _only_watches(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()):
         return "a global module hook is registered"
     blocks = list(model.stack())
-    for number, block in enumerate([model, *blocks]):
+    names = ["the model", *(f"block {number}" for number in range(len(blocks)))]
+    for name, block in zip(names, [model, *blocks], strict=True):
         if type(block) not in registered:
-            return f"{'the model' if number == 0 else f'block {number - 1}'} is a {type(block).__name__}"
-        found = _changed(block, "the model" if number == 0 else f"block {number - 1}")
+            return f"{name} is a {type(block).__name__}"
+        found = _changed(block, name)
         if found:
             return found
     known = {id(block) for block in [model, *blocks]}
@@ -141,7 +149,7 @@ def _unknown_module(model: Any) -> str | None:
 
 
 def _only_watches(hook: Any) -> bool:
-    """Is this a hook of torch's own counters of operations, which change nothing?"""
+    """Whether this is a hook of torch's own counters of operations, which change nothing."""
     return type(getattr(hook, "__self__", None)).__module__ == "torch.utils.module_tracker"
 
 
@@ -149,8 +157,10 @@ def _unusual(module: nn.Module, kinds: dict[type, Any]) -> str | None:
     """What makes a module another than a plain one of these types, or None."""
     kind = type(module)
     if kind not in kinds:
-        alike = any(known.__name__ == kind.__name__ for known in kinds)
-        return f"is a {f'{kind.__module__}.{kind.__name__}' if alike else kind.__name__}"
+        name = kind.__name__
+        if any(known.__name__ == name for known in kinds):
+            name = f"{kind.__module__}.{name}"
+        return f"is a {name}"
     if kind.forward is not kinds[kind]:
         return f"is a {kind.__name__} with another forward"
     if "forward" in module.__dict__:
@@ -166,7 +176,7 @@ def _unusual(module: nn.Module, kinds: dict[type, Any]) -> str | None:
 
 
 def _why_not_kernels(model: Any) -> str | None:
-    """Why the kernels do not compute what this model does, or None. All its modules are known and have no hooks."""
+    """Why the kernels do not compute what a model of known modules without hooks does, or None."""
     blocks = list(dict.fromkeys(model.stack()))
     if not _is_readable(model):
         return "the kernels read the weights of entp.Transformer only"
@@ -190,8 +200,8 @@ def _why_not_kernels(model: Any) -> str | None:
 
 
 def _is_readable(model: Any) -> bool:
-    """Are the model and its blocks of classes whose weights the kernels know how to read?"""
-    return all(type(part) in readable for part in (model, *model.stack()))
+    """Whether the kernels know how to read the weights of the model's and its blocks' classes."""
+    return all(type(module) in readable for module in (model, *model.stack()))
 
 
 def _why_not_block(block: Any, width: int) -> str | None:
@@ -203,7 +213,12 @@ def _why_not_block(block: Any, width: int) -> str | None:
     why = _why_not_activation(block.activation)
     if why:
         return why
-    shapes = {"qkv": (3 * width, width), "proj": (width, width), "fc": (4 * width, width), "out": (width, 4 * width)}
+    shapes = {
+        "qkv": (3 * width, width),
+        "proj": (width, width),
+        "fc": (4 * width, width),
+        "out": (width, 4 * width),
+    }
     for name, shape in shapes.items():
         why = _why_not_linear(getattr(block, name), shape)
         if why:
@@ -221,7 +236,8 @@ def _why_not_linear(layer: nn.Module, shape: tuple[int, int]) -> str | None:
     """Why the kernels cannot read a layer's weights, or None."""
     if type(layer) is not nn.Linear:
         return f"is a {type(layer).__name__}, not a Linear"
-    if not _plain_tensor(layer.weight) or (layer.bias is not None and not _plain_tensor(layer.bias)):
+    plain_bias = layer.bias is None or _plain_tensor(layer.bias)
+    if not plain_bias or not _plain_tensor(layer.weight):
         return f"has weights of type {type(layer.weight).__name__}"
     if tuple(layer.weight.shape) != shape:
         return f"has weights of shape {tuple(layer.weight.shape)}, not {shape}"
@@ -247,9 +263,11 @@ def _why_not_activation(activation: nn.Module) -> str | None:
     """Why the kernels do not compute this activation, or None."""
     if type(activation) in (nn.ReLU, nn.SiLU):
         return None
-    if type(activation) is nn.GELU:
-        return None if activation.approximate == "tanh" else "its activation is the exact GELU"
-    return f"its activation is {type(activation).__name__}"
+    if type(activation) is not nn.GELU:
+        return f"its activation is {type(activation).__name__}"
+    if activation.approximate != "tanh":
+        return "its activation is the exact GELU"
+    return None
 
 
 def _plain_tensor(value: Tensor) -> bool:
@@ -257,17 +275,22 @@ def _plain_tensor(value: Tensor) -> bool:
 
 
 def absorbs(model: ModelProtocol) -> bool:
-    """May packed move the last layer's key and value matrices to the query's side? Only if it can read them."""
+    """Whether packed may move the last layer's key and value matrices to the query's side.
+
+    Only if it can read them, and nothing stands between them and the scores.
+    """
     support = support_of(model)
-    block: Any = model.stack()[-1]
-    if support.rows or support.unknown or not _is_readable(model) or getattr(model, "relative", None) is not None:
+    if support.rows or support.unknown or not _is_readable(model):
         return False
-    size = model.width // block.heads
-    return block.rotary is None and _why_not_linear(block.qkv, ((block.heads + 2 * block.kv_heads) * size, model.width)) is None
+    block: Any = model.stack()[-1]
+    if getattr(model, "relative", None) is not None or block.rotary is not None:
+        return False
+    rows = (block.heads + 2 * block.kv_heads) * (model.width // block.heads)
+    return _why_not_linear(block.qkv, (rows, model.width)) is None
 
 
 def plain_embedding(model: Any) -> bool:
-    """Is the model's embedding a plain table of tokens, without positions or with a learned table of them?"""
+    """Whether the model's embedding is a plain table of tokens, which kernels can read."""
     tokens = getattr(model, "tokens", None)
     if type(tokens) is not nn.Embedding or support_of(model).kernels is not None:
         return False
@@ -283,48 +306,70 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torc
 FEW = (2, 5)
 """Sequences and tokens of them that are compared."""
 Compute = Callable[[ModelProtocol, Tensor, Tensor, Tensor | None], Tensor]
-"""(model, x, wanted, position_ids) -> the last block's rows at the end of each wanted prefix."""
+"""(model, x, target_mask, position_ids) -> the last block's output at the end of each prefix."""
 
 
-def compare_once(model: ModelProtocol, x: Tensor, position_ids: Tensor | None, run: Compute, reference: Compute) -> str | None:
-    """What is wrong with `run` for a model with unknown modules: compared with the reference on the first tokens of x.
+def compare_once(
+    model: ModelProtocol, x: Tensor, position_ids: Tensor | None, run: Compute, reference: Compute
+) -> str | None:
+    """What a comparison of `run` with the reference on the first tokens of x found wrong, or None.
 
-    Outputs, and gradients where they are recorded. The answer is kept as long as the model does not change.
+    Outputs are compared, and gradients where they are enabled. The answer is kept until the model
+    changes.
     """
     support = support_of(model)
     kind = next((p.dtype for p in model.parameters()), torch.float32)  # type: ignore[attr-defined]
-    key = kind, min(x.shape[1], FEW[1]), torch.is_grad_enabled()  # what a single token shows says little about several
+    batch, time = FEW
+    # What a single token shows says little about several.
+    key = (kind, min(x.shape[1], time), torch.is_grad_enabled())
     if key not in support.compared:
-        few = x[: FEW[0], : FEW[1]].detach()
-        ids = None if position_ids is None else position_ids[: FEW[0], : FEW[1]]
-        support.compared[key] = _difference(model, few, ids, run, reference, TOLERANCE.get(kind, 1e-4))
+        few = x[:batch, :time].detach()
+        ids = None if position_ids is None else position_ids[:batch, :time]
+        tolerance = TOLERANCE.get(kind, 1e-4)
+        support.compared[key] = _difference(model, few, ids, run, reference, tolerance)
     return support.compared[key]
 
 
 def _difference(
-    model: ModelProtocol, x: Tensor, ids: Tensor | None, run: Compute, reference: Compute, tolerance: float
+    model: ModelProtocol,
+    x: Tensor,
+    ids: Tensor | None,
+    run: Compute,
+    reference: Compute,
+    tolerance: float,
 ) -> str | None:
-    """A sentence about how far two functions are apart, or None."""
-    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []), torch.autocast(x.device.type, enabled=False):
+    """How far two functions are apart, or None if they agree."""
+    devices = [x.device] if x.is_cuda else []
+    with torch.random.fork_rng(devices=devices), torch.autocast(x.device.type, enabled=False):
         want = _rows_and_gradients(model, x, ids, reference)
         try:
             got = _rows_and_gradients(model, x, ids, run)
         except Exception as error:
             return f"it fails on packed rows ({type(error).__name__}: {error})"
-    for what, one, two in (("packed is", got[:1], want[:1]), ("packed's gradients are", got[1:], want[1:])):
-        size = max((float(t.abs().max()) for t in two if t.numel()), default=0.0)
-        off = max((float((a - b).abs().max()) for a, b in zip(one, two, strict=True) if b.numel()), default=0.0)
+    outputs = ("packed is", got[:1], want[:1])
+    gradients = ("packed's gradients are", got[1:], want[1:])
+    for what, one, two in (outputs, gradients):
+        pairs = [(a, b) for a, b in zip(one, two, strict=True) if b.numel()]
+        size = max((float(b.abs().max()) for _, b in pairs), default=0.0)
+        off = max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
         if not off <= tolerance * max(size, 1e-30):
             return f"{what} off by {off:.2g} where the largest number is {size:.2g}"
     return None
 
 
 def _rows_and_gradients(model: Any, x: Tensor, ids: Tensor | None, run: Compute) -> list[Tensor]:
-    """Rows, and if gradients are recorded those of the trained parameters, of a sum that weighs each number differently."""
+    """Outputs, and where they are enabled the gradients of all trained parameters."""
     rows = run(model, x, torch.ones(x.shape[:2], dtype=torch.bool), ids)
     if not rows.requires_grad:
         return [rows]
+    return [rows.detach(), *weighted_gradients(model, rows)]
+
+
+def weighted_gradients(model: Any, out: Tensor) -> list[Tensor]:
+    """Gradients of all trained parameters, of a sum that weighs each output differently."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    weight = torch.cos(torch.arange(rows.numel(), device=rows.device)).view_as(rows).to(rows.dtype)
-    found = torch.autograd.grad((weight * rows).sum(), trained, allow_unused=True)
-    return [rows.detach(), *(torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True))]
+    if not trained:
+        return []
+    weight = torch.cos(torch.arange(out.numel(), device=out.device)).view_as(out).to(out.dtype)
+    found = torch.autograd.grad((weight * out).sum(), trained, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]

@@ -1,10 +1,10 @@
 """Recipes: one file per figure or table of the paper. A recipe is data; importing one does nothing."""
 
 RECIPES: dict[str, str] = {
-    "count3": "entp.experiments.count3:RECIPE",
-    "count3-depth": "entp.experiments.count3_depth:RECIPE",
-    "count3-longer": "entp.experiments.count3_depth:LONGER",
-    "count3-rates": "entp.experiments.count3_rates:RECIPE",
-    "match3": "entp.experiments.match3:RECIPE",
+    "count3": "entp.experiments.recipes.count3:RECIPE",
+    "count3-depth": "entp.experiments.recipes.count3_depth:RECIPE",
+    "count3-longer": "entp.experiments.recipes.count3_depth:LONGER",
+    "count3-rates": "entp.experiments.recipes.count3_rates:RECIPE",
+    "match3": "entp.experiments.recipes.match3:RECIPE",
 }
 """Recipes by name and where they live."""

@@ -1,4 +1,5 @@
-"""The authors' published Count3 curves, 150,000 steps of 64 sequences, one seed each: drawn in grey beside ours.
+"""The authors' published Count3 curves, 150,000 steps of 64 sequences, one seed each: drawn in grey
+beside ours.
 
 Thinned to one point in about 5,000 steps.
 """
@@ -76,7 +77,9 @@ VALUES: dict[str, dict[str, tuple[float, ...]]] = {
 # fmt: on
 COUNT3: dict[str, dict[str, Curve]] = {
     label: {
-        metric: tuple(zip(ENTP_STEPS if label == "ENTP medium" else DECODER_STEPS, values, strict=True))
+        metric: tuple(
+            zip(ENTP_STEPS if label == "ENTP medium" else DECODER_STEPS, values, strict=True)
+        )
         for metric, values in curves.items()
     }
     for label, curves in VALUES.items()

@@ -1,4 +1,5 @@
-"""What a recipe is: the question, the runs, the paper's values with their source, and a version for a CPU minute."""
+"""What a recipe is: the question, the runs, the paper's values with their source, and a version for
+a CPU minute."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from entp.checks import complain
 from entp.config import Run
 from entp.errors import InputError, one_of
 from entp.experiments import RECIPES
 from entp.experiments.paper_curves import Curve
-from entp.named import find_named
+from entp.fields import complain
+from entp.registry import find_named
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Recipe:
     runs: dict[str, Run]
     """Label to run, in the order of the table."""
     metrics: tuple[str, ...]
-    """What the table shows of each run: the best value that any of its evaluations reached, as the paper's tables do."""
+    """What the table shows of each run: the best value that any of its evaluations reached, as the
+    paper's tables do."""
     paper: dict[str, dict[str, PaperValue]]
     """Label to metric to the paper's value."""
     shrink: Callable[[Run], Run]
@@ -69,16 +71,24 @@ class Recipe:
 
     def tiny(self) -> Recipe:
         """The same recipe for a CPU minute: it shows that everything works, not the result."""
-        runs = {label: self.shrink(run) for label, run in self.runs.items() if label in (self.few or self.runs)}
+        runs = {
+            label: self.shrink(run)
+            for label, run in self.runs.items()
+            if label in (self.few or self.runs)
+        }
         small = {"fresh": min(self.fresh, 64), "alone": min(self.alone, 32), "curves": {}}
-        return replace(self, name=f"{self.name}-tiny", runs=runs, title=f"{self.title}, tiny runs", **small)  # type: ignore[arg-type]
+        return replace(
+            self, name=f"{self.name}-tiny", runs=runs, title=f"{self.title}, tiny runs", **small
+        )  # type: ignore[arg-type]
 
 
 def find_recipe(name: str) -> Recipe:
     """The recipe of that name, or one of your own as `module:NAME`."""
     found = find_named("recipe", name, RECIPES, "module:NAME")
     if not isinstance(found, Recipe):
-        raise InputError(f"recipe {name!r} is {found!r}: it must be an entp.experiments.recipe.Recipe.")
+        raise InputError(
+            f"recipe {name!r} is {found!r}: it must be an entp.experiments.recipe.Recipe."
+        )
     complain(_problems(found))
     return replace(found, source=name)
 
@@ -87,12 +97,22 @@ def _problems(recipe: Recipe) -> list[str]:
     """What would only come to light while its arms are run, or after that."""
     problems = []
     if not re.fullmatch(r"\w[\w.-]*", recipe.name):
-        problems.append(f"the recipe's name is {recipe.name!r}: letters, digits, - and _ are allowed, as it names a folder")
+        problems.append(
+            f"the recipe's name is {recipe.name!r}: letters, digits, - and _ are allowed, as it "
+            "names a folder"
+        )
     if not recipe.runs:
         problems.append(f"recipe {recipe.name} has no runs: give it at least one")
     for part in ("paper", "seeds", "few"):
         strangers = [label for label in getattr(recipe, part) if label not in recipe.runs]
-        problems += [str(one_of(f"arm in {part}", label, recipe.runs)).rstrip(".") for label in strangers]
-    goals = {run.goal: label for label, run in recipe.runs.items() if run.goal not in recipe.metrics}
-    problems += [f"{label} is chosen by {goal}, which is not among the recipe's metrics" for goal, label in goals.items()]
+        problems += [
+            str(one_of(f"arm in {part}", label, recipe.runs)).rstrip(".") for label in strangers
+        ]
+    goals = {
+        run.goal: label for label, run in recipe.runs.items() if run.goal not in recipe.metrics
+    }
+    problems += [
+        f"{label} is chosen by {goal}, which is not among the recipe's metrics"
+        for goal, label in goals.items()
+    ]
     return problems

@@ -1,4 +1,5 @@
-"""What runs of a recipe left, gathered: from run folders and files of results, beside the paper's values; as a table too."""
+"""What runs of a recipe left, gathered: from run folders and files of results, beside the paper's
+values; as a table too."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from entp.config import Run
-from entp.config_json import config_hash, parse_json, read_run, run_from_json, run_to_json
+from entp.config.json import config_hash, parse_json, read_run, run_from_json, run_to_json
 from entp.errors import InputError
 from entp.experiments.recipe import Recipe
-from entp.intervals import wilson
-from entp.record_shapes import FINAL as FINAL_SHAPE
-from entp.record_shapes import check_results, check_shape
-from entp.table import format_table
-from entp.training.metrics import read_environment, read_metrics
+from entp.results.schema import FINAL as FINAL_SHAPE
+from entp.results.schema import check_results, check_shape
+from entp.stats import wilson
+from entp.terminal import format_table
+from entp.training.loggers import read_environment, read_metrics
 from entp.training.trainer import reached
 
 POINTS = 160
@@ -33,7 +34,8 @@ def run_folder(recipe: Recipe, label: str, run: Run, runs: Path) -> Path:
 
 
 def read_final(folder: Path) -> dict[str, Any] | None:
-    """What was measured of a run's best weights; None if that has to be done, or done again because the file is damaged."""
+    """What was measured of a run's best weights; None if that has to be done, or done again because
+    the file is damaged."""
     try:
         found = parse_json((folder / FINAL).read_text())
         check_shape(found, FINAL_SHAPE)
@@ -58,8 +60,12 @@ def read_file(path: Path, recipe: Recipe) -> dict[str, Any]:
                     run_from_json(run["settings"], str(path))
             return found
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} is not a file of results ({error}): give another name, or remove it.") from None
-    raise InputError(f"{path} holds results of {found['recipe']}, not of {recipe.name}: give another name.")
+        raise InputError(
+            f"{path} is not a file of results ({error}): give another name, or remove it."
+        ) from None
+    raise InputError(
+        f"{path} holds results of {found['recipe']}, not of {recipe.name}: give another name."
+    )
 
 
 def read_results(recipe: Recipe, path: Path, quiet: bool = False) -> Kept:
@@ -69,31 +75,47 @@ def read_results(recipe: Recipe, path: Path, quiet: bool = False) -> Kept:
     arms = read_file(path, recipe)["arms"]
     current = {(label, run.seed): config_hash(run) for label, run in recipe.arms()}
     kept: Kept = {}
-    for key, run in (((label, run["seed"]), run) for label, arm in arms.items() for run in arm.get("runs", [])):
+    for key, run in (
+        ((label, run["seed"]), run) for label, arm in arms.items() for run in arm.get("runs", [])
+    ):
         if config_hash(run_from_json(run["settings"], str(path))) == current.get(key):
             kept[key] = run
         elif not quiet:
-            print(f"{path}: {key[0]}, seed {key[1]} has other settings than now, and is left out.", file=sys.stderr)
+            print(
+                f"{path}: {key[0]}, seed {key[1]} has other settings than now, and is left out.",
+                file=sys.stderr,
+            )
     return kept
 
 
 def collect(recipe: Recipe, runs: Path, kept: Kept | None = None) -> dict[str, Any]:
-    """What the run folders hold, or was kept, beside the paper's values; an arm without an evaluation is `not run`."""
+    """What the run folders hold, or was kept, beside the paper's values; an arm without an
+    evaluation is `not run`."""
     arms = {label: _arm(recipe, label, runs, kept or {}) for label in recipe.runs}
     missing = {label: {"status": "not run", "why": why} for label, why in recipe.missing.items()}
-    return {"recipe": recipe.name, "title": recipe.title, "question": recipe.question, "arms": {**arms, **missing}}
+    return {
+        "recipe": recipe.name,
+        "title": recipe.title,
+        "question": recipe.question,
+        "arms": {**arms, **missing},
+    }
 
 
 def _arm(recipe: Recipe, label: str, runs: Path, kept: Kept) -> dict[str, Any]:
     """An arm over its seeds: means of the best evaluations, fresh sequences added up."""
     paper = {m: dataclasses.asdict(v) for m, v in recipe.paper.get(label, {}).items()}
-    found = [_further(_one_run(recipe, label, run, runs), kept.get((label, run.seed))) for _, run in recipe.arms([label])]
+    found = [
+        _further(_one_run(recipe, label, run, runs), kept.get((label, run.seed)))
+        for _, run in recipe.arms([label])
+    ]
     ran = [one for one in found if one is not None]
     if not ran:
         return {"status": "not run", "paper": paper}
     states, idle = list(dict.fromkeys(one["status"] for one in ran)), len(found) - len(ran)
     return {
-        "status": ", ".join([*states, f"{idle} {'seeds' if idle > 1 else 'seed'} not run"] if idle else states),
+        "status": ", ".join(
+            [*states, f"{idle} {'seeds' if idle > 1 else 'seed'} not run"] if idle else states
+        ),
         "ours": {m: sum(one["best"][m] for one in ran) / len(ran) for m in recipe.metrics},
         "paper": paper,
         "fresh": _fresh([one["final"] for one in ran if "final" in one]),
@@ -128,7 +150,9 @@ def _one_run(recipe: Recipe, label: str, run: Run, runs: Path) -> dict[str, Any]
     return {
         "seed": run.seed,
         "status": "done" if finished else f"{last['step']} of {run.steps} steps",
-        "best": {m: (min if m == "loss" else max)(row[m] for row in evaluations) for m in recipe.metrics},
+        "best": {
+            m: (min if m == "loss" else max)(row[m] for row in evaluations) for m in recipe.metrics
+        },
         **({"final": final} if final else {}),
         "n": evaluations[-1]["n"],
         "steps": last["step"],
@@ -140,12 +164,17 @@ def _one_run(recipe: Recipe, label: str, run: Run, runs: Path) -> dict[str, Any]
     }
 
 
-def _curve(evaluations: list[dict[str, Any]], steps: list[dict[str, Any]], metrics: tuple[str, ...]) -> list[dict[str, float]]:
+def _curve(
+    evaluations: list[dict[str, Any]], steps: list[dict[str, Any]], metrics: tuple[str, ...]
+) -> list[dict[str, float]]:
     """Step, seconds and metrics of evaluations, at most POINTS of them, the last one included."""
     seconds = {row["step"]: row["seconds"] for row in steps}
     stride = -(-len(evaluations) // POINTS)
     kept = evaluations[::-1][::stride][::-1]
-    return [{"step": r["step"], "seconds": seconds.get(r["step"], 0.0), **{m: r[m] for m in metrics}} for r in kept]
+    return [
+        {"step": r["step"], "seconds": seconds.get(r["step"], 0.0), **{m: r[m] for m in metrics}}
+        for r in kept
+    ]
 
 
 def _fresh(finals: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -166,7 +195,8 @@ def _fresh(finals: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def results_table(results: dict[str, Any], metrics: tuple[str, ...]) -> str:
-    """The table paper | ours; a dash where the paper gives no number, or nothing was measured. No column of dashes only."""
+    """The table paper | ours; a dash where the paper gives no number, or nothing was measured. No
+    column of dashes only."""
     told = {metric for arm in results["arms"].values() for metric in arm.get("paper", {})}
     rows = []
     for label, arm in results["arms"].items():
@@ -176,9 +206,22 @@ def results_table(results: dict[str, Any], metrics: tuple[str, ...]) -> str:
             row += [f"{paper['value']:.4g}" if paper else "-"] if metric in told else []
             row.append(f"{arm['ours'][metric]:.4g}" if "ours" in arm else "-")
         seeds = str(len(arm["seeds"])) if "seeds" in arm else "-"
-        rows.append([*row, *_fresh_cells(arm.get("fresh")), seeds, f"{arm['seconds']:.0f}" if "seconds" in arm else "-"])
-    head = ["", "status", *(f"{m} {who}" for m in metrics for who in ("paper", "ours") if who == "ours" or m in told)]
-    return format_table([*head, "fresh sequences right", "continued right", "seeds", "seconds"], rows)
+        rows.append(
+            [
+                *row,
+                *_fresh_cells(arm.get("fresh")),
+                seeds,
+                f"{arm['seconds']:.0f}" if "seconds" in arm else "-",
+            ]
+        )
+    head = [
+        "",
+        "status",
+        *(f"{m} {who}" for m in metrics for who in ("paper", "ours") if who == "ours" or m in told),
+    ]
+    return format_table(
+        [*head, "fresh sequences right", "continued right", "seeds", "seconds"], rows
+    )
 
 
 def _fresh_cells(fresh: dict[str, Any] | None) -> list[str]:
@@ -189,5 +232,7 @@ def _fresh_cells(fresh: dict[str, Any] | None) -> list[str]:
         cells[0] = f"{fresh['sequence_accuracy']:.4f} ({low:.4f}..{high:.4f}, n {fresh['n']})"
     if fresh and "generated" in fresh:
         low, high = fresh["generated"]["interval"]
-        cells[1] = f"{fresh['generated']['right']} of {fresh['generated']['n']} ({low:.4f}..{high:.4f})"
+        cells[1] = (
+            f"{fresh['generated']['right']} of {fresh['generated']['n']} ({low:.4f}..{high:.4f})"
+        )
     return cells

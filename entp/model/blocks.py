@@ -1,6 +1,7 @@
 """A Transformer block and the parts it is made of.
 
-To add a norm or an activation: a line in entp/config.py, and one here. The kernels decline what they were not taught.
+To add a norm or an activation: a line in entp/config.py, and one here. The kernels decline what
+they were not taught.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from entp.attention import attend
 from entp.config import ModelConfig
+from entp.engine.masks import attend
 from entp.model.positions import Rotary
 
 
@@ -48,19 +49,21 @@ def make_activation(config: ModelConfig) -> nn.Module:
 class Block(nn.Module):
     """Attention, then an MLP, each added to the residual stream.
 
-    Pre-LN: h + attention(norm(h)), then h + MLP(norm(h)). Post-LN: norm(h + attention(h)), then norm(h + MLP(h)).
+    Pre-LN: h + attention(norm(h)), then h + MLP(norm(h)). Post-LN: norm(h + attention(h)), then
+    norm(h + MLP(h)).
     `project` and `finish` are what stands before and after attention. They work on any rows (..., D), so the engine
-    can run a block on packed prefixes; `forward` is the block on whole sequences, and defines what it computes.
+    can run a block on packed prefixes; `forward` is the block on whole sequences, and defines what
+    it computes.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         width, size = config.width, config.width // config.heads
         self.heads, self.kv_heads = config.heads, config.kv_heads or config.heads
-        self.scale = 1.0 if config.scale == "one" else 1.0 / math.sqrt(size)
+        self.scale = 1.0 if config.attention_scale == "one" else 1.0 / math.sqrt(size)
         self.pre_norm = config.norm_placement == "pre"
         self.activation = make_activation(config)
-        self.rotary = Rotary() if config.position == "rotary" else None
+        self.rotary = Rotary() if config.position_embedding == "rotary" else None
         self.norm_1 = make_norm(config)
         self.qkv = nn.Linear(width, (self.heads + 2 * self.kv_heads) * size, bias=config.bias)
         self.proj = nn.Linear(width, width, bias=config.bias)
@@ -83,7 +86,8 @@ class Block(nn.Module):
         return q, k, v
 
     def finish(self, h: Tensor, attended: Tensor) -> Tensor:
-        """What follows attention, on rows h and attended (..., D): output projection and MLP, with their residuals."""
+        """What follows attention, on rows h and attended (..., D): output projection and MLP, with
+        their residuals."""
         if self.pre_norm:
             h = h + self.proj(attended)
             return h + self.out(self.activation(self.fc(self.norm_2(h))))
@@ -91,9 +95,15 @@ class Block(nn.Module):
         return self.norm_2(h + self.out(self.activation(self.fc(h))))
 
     def forward(
-        self, h_BTD: Tensor, position_ids: Tensor, mask: Tensor | None = None, causal: bool = False, bias: Tensor | None = None
+        self,
+        h_BTD: Tensor,
+        position_ids: Tensor,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """The block on sequences. mask: bool, True where a key is seen; bias: added to the scores (B or 1, H, T, T)."""
+        """The block on sequences. mask: bool, True where a key is seen; bias: added to the scores
+        (B or 1, H, T, T)."""
         q, k, v = (part.transpose(1, 2) for part in self.project(h_BTD, position_ids))
         attended = attend(q, k, v, scale=self.scale, mask=mask, causal=causal, bias=bias)
         return self.finish(h_BTD, attended.transpose(1, 2).flatten(2))

@@ -1,6 +1,8 @@
-"""Positions that are computed rather than learned as a table: sinusoids, rotations, and a bias on attention scores.
+"""Positions that are computed rather than learned as a table: sinusoids, rotations, and a bias on
+attention scores.
 
-Position ids are whole numbers from 0 on; two tokens may share one. Shapes in names: B batch, T time, H heads, d head size.
+Position ids are whole numbers from 0 on; two tokens may share one. Shapes in names: B batch, T
+time, H heads, d head size.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ BASE = 10_000.0
 
 
 def angles(position_ids: Tensor, count: int, dtype: torch.dtype, base: float = BASE) -> Tensor:
-    """(..., count) the angle of each position at frequencies from 1 down to about 1 / base, in fp32 or wider."""
+    """(..., count) the angle of each position at frequencies from 1 down to about 1 / base, in fp32
+    or wider."""
     wide = torch.promote_types(dtype, torch.float32)
     frequencies = base ** (-torch.arange(count, device=position_ids.device, dtype=wide) / count)
     return position_ids[..., None].to(wide) * frequencies
@@ -28,9 +31,11 @@ def sinusoids(position_ids: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 
 
 class Rotary(nn.Module):
-    """Rotates queries and keys by their positions: a score then depends on how far two tokens are apart.
+    """Rotates queries and keys by their positions: a score then depends on how far two tokens are
+    apart.
 
-    Feature e turns together with feature e + d / 2, as in Llama. Computed in fp32 or wider, whatever the type of x.
+    Feature e turns together with feature e + d / 2, as in Llama. Computed in fp32 or wider,
+    whatever the type of x.
     """
 
     def __init__(self, base: float = BASE) -> None:
@@ -38,7 +43,8 @@ class Rotary(nn.Module):
         self.base = base
 
     def table(self, position_ids: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (..., size / 2) of the angles at these positions, for heads of this size."""
+        """Cosines and sines (..., size / 2) of the angles at these positions, for heads of this
+        size."""
         found = angles(position_ids, size // 2, dtype, self.base)
         return found.cos(), found.sin()
 
@@ -50,10 +56,11 @@ class Rotary(nn.Module):
 
 
 class RelativeBias(nn.Module):
-    """A learned number per head for every bucket of distances, added to the scores of all layers, as in T5 and MPNet.
+    """A learned number per head for every bucket of distances, added to the scores of all layers,
+    as in T5 and MPNet.
 
-    Half of the buckets are for keys after the query. Of each half, half are for single distances, the others grow
-    logarithmically up to FARTHEST.
+    Half of the buckets are for keys after the query. Of each half, half are for single distances,
+    the others grow logarithmically up to FARTHEST.
     """
 
     BUCKETS = 32

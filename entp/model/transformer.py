@@ -1,9 +1,11 @@
 """One Transformer, three modes.
 
-    model = Transformer(ModelConfig(vocab=64, positions=64, **SIZES["small"]))
-    logits = model(tokens, mode="entp")          # (batch, time, vocab); position t: the prediction after reading 0..t
+    model = Transformer(ModelConfig(vocab=64, context_length=64, **SIZES["small"]))
+    # (batch, time, vocab); position t: the prediction after reading 0..t
+    logits = model(tokens, mode="entp")
 
-The weights know nothing of the mode: it is an argument. The methods `encode`, `embed`, `stack`, `attention_bias` and
+The weights know nothing of the mode: it is an argument. The methods `encode`, `embed`, `stack`,
+`attention_bias` and
 `readout` are what the engine needs of a model (entp/engine/protocol.py); a Transformer of your own may stand in its place.
 """
 
@@ -27,21 +29,22 @@ from entp.model.positions import RelativeBias, Rotary, sinusoids
 
 
 class Transformer(nn.Module):
-    """GPT-2 as the paper uses it unless the config says otherwise, with the mode as an argument of `forward`."""
+    """GPT-2 as the paper uses it unless the config says otherwise, with the mode as an argument of
+    `forward`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         width = config.width
         self.width, self.vocab, self.input_dim = width, config.vocab, config.input_dim
-        self.context_length = config.positions if config.has_limit else None
+        self.context_length = config.context_length if config.has_limit else None
         self.tokens = nn.Embedding(config.vocab, width) if config.vocab else None
         self.read_in = nn.Linear(config.input_dim, width) if config.input_dim else None
-        if config.position == "learned":
-            self.positions = nn.Parameter(torch.empty(config.positions, width))
-        elif config.position == "given":
-            self.register_buffer("positions", torch.zeros(config.positions, width))
-        self.relative = RelativeBias(config.heads) if config.position == "relative" else None
+        if config.position_embedding == "learned":
+            self.positions = nn.Parameter(torch.empty(config.context_length, width))
+        elif config.position_embedding == "given":
+            self.register_buffer("positions", torch.zeros(config.context_length, width))
+        self.relative = RelativeBias(config.heads) if config.position_embedding == "relative" else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = make_norm(config) if config.norm_placement == "pre" else nn.Identity()
         self.head = _make_head(config)
@@ -59,11 +62,17 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def set_positions(self, table: Tensor) -> None:
-        """Set the position vectors (positions, width), for `position="given"` or "learned"."""
+        """Set the position vectors (positions, width), for `position_embedding="given"` or "learned"."""
         if not self.config.has_limit:
-            raise InputError(f"this model has position={self.config.position!r}: it has no position vectors to set.")
+            raise InputError(
+                f"this model has position_embedding={self.config.position_embedding!r}: it has no position vectors to "
+                "set."
+            )
         if table.shape != self.positions.shape:
-            raise InputError(f"position vectors have shape {tuple(table.shape)}: {tuple(self.positions.shape)} is needed.")
+            raise InputError(
+                f"position vectors have shape {tuple(table.shape)}: {tuple(self.positions.shape)} "
+                "is needed."
+            )
         self.positions.copy_(table)
 
     def forward(
@@ -92,9 +101,15 @@ class Transformer(nn.Module):
         )
 
     def encode(
-        self, x: Tensor, position_ids: Tensor | None = None, *, mask: Tensor | None = None, causal: bool = False
+        self,
+        x: Tensor,
+        position_ids: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        causal: bool = False,
     ) -> Tensor:
-        """The last block's output (B, T, D), block after block: with full attention, a mask (B or 1, T, T), or causal."""
+        """The last block's output (B, T, D), block after block: with full attention, a mask (B or
+        1, T, T), or causal."""
         h = self.embed(x, position_ids)
         ids = torch.arange(x.shape[1], device=x.device) if position_ids is None else position_ids
         bias = self.attention_bias(ids, ids)
@@ -108,18 +123,23 @@ class Transformer(nn.Module):
         return cast("list[Block]", list(self.blocks)) * self.config.loops
 
     def embed(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Inputs (B, T) or (B, T, input_dim) at these positions, (B, T) or (T,), as (B, T, D). None: 0, 1, 2, ..."""
+        """Inputs (B, T) or (B, T, input_dim) at these positions, (B, T) or (T,), as (B, T, D).
+        None: 0, 1, 2, ..."""
         if self.tokens is not None:
             h = self.tokens(x)
         else:
             assert self.read_in is not None
             h = self.read_in(x)
-        if self.config.position == "sinusoidal":
-            ids = torch.arange(x.shape[1], device=x.device) if position_ids is None else position_ids
+        if self.config.position_embedding == "sinusoidal":
+            ids = (
+                torch.arange(x.shape[1], device=x.device) if position_ids is None else position_ids
+            )
             return h + sinusoids(ids, self.width, h.dtype)
         if self.context_length is None:
             return h
-        return h + (self.positions[: x.shape[1]] if position_ids is None else self.positions[position_ids])
+        return h + (
+            self.positions[: x.shape[1]] if position_ids is None else self.positions[position_ids]
+        )
 
     def attention_bias(self, query_ids: Tensor, key_ids: Tensor) -> Tensor | None:
         """What is added to attention scores in every layer, (B or 1, H, Q, K), or None."""
@@ -146,6 +166,8 @@ def _make_head(config: ModelConfig) -> nn.Linear | None:
     return nn.Linear(config.width, config.vocab, bias=False)
 
 
-fingerprint.register(Transformer, "encode", "embed", "stack", "attention_bias", "readout", kernels=True)
+fingerprint.register(
+    Transformer, "encode", "embed", "stack", "attention_bias", "readout", kernels=True
+)
 fingerprint.register(Block, "forward", "project", "finish", "split_heads", kernels=True)
 fingerprint.register_rowwise(Rotary, SwiGLU, RelativeBias)

@@ -1,7 +1,9 @@
-"""Small trained models that come with entp, by name: `entp.load("count3-entp")`, `entp evaluate count3-entp`.
+"""Small trained models that come with entp, by name: `entp.load("count3-entp")`, `entp evaluate
+count3-entp`.
 
-Each is a folder here, as `entp export` writes it: model.safetensors in bfloat16, config.json (the whole run), made.json (how it
-was made, and what the weights as they lie here do on fresh sequences).
+Each is a folder here, as `entp export` writes it: model.safetensors in bfloat16, config.json (the
+whole run), made.json (how it was made, and what the weights as they lie here do on fresh
+sequences).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Addition, one line per sequence, as in the paper's format: `$12+34=46$`, or with the sum reversed `$12+34=64$`.
+"""Addition, one line per sequence, as in the paper's format: `$12+34=46$`, or with the sum reversed
+`$12+34=64$`.
 
-The pairs of numbers are split once: `examples` of them for training, the rest for validation and test, none in two.
+The pairs of numbers are split once: `train_examples` for training, the rest for validation and test.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from entp.checks import check_numbers
 from entp.errors import InputError
+from entp.fields import check_numbers
 from entp.tasks.base import IGNORE, Batch, Split, Task
 
 ALPHABET = "$+=0123456789"
@@ -31,7 +32,7 @@ class Addition(Task):
 
     digits: int = 2
     """Numbers go from 0 to 10^digits - 1."""
-    examples: int = 1000
+    train_examples: int = 1000
     """Distinct sums to train on; validation and test share the others."""
     reversed: bool = True
     """Write the sum with its last digit first, as a person computes it."""
@@ -45,18 +46,21 @@ class Addition(Task):
         if not 1 <= self.digits <= 3:
             raise InputError(f"task.digits is {self.digits}: allowed are 1, 2 and 3.")
         most = 100**self.digits - 2
-        if not 1 <= self.examples <= most:
-            raise InputError(f"task.examples is {self.examples}: allowed are 1 to {most} with {self.digits} digits.")
+        if not 1 <= self.train_examples <= most:
+            raise InputError(
+                f"task.train_examples is {self.train_examples}: allowed are 1 to {most} with {self.digits} "
+                "digits."
+            )
 
     @property
     def stop(self) -> int:
         return ALPHABET.index("$")
 
     def model_needs(self) -> dict[str, Any]:
-        return {"vocab": len(ALPHABET), "positions": 3 * self.digits + 5}
+        return {"vocab": len(ALPHABET), "context_length": 3 * self.digits + 5}
 
     def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
-        pairs = _split_pairs(self.digits, self.examples, self.split_seed)[split]
+        pairs = _split_pairs(self.digits, self.train_examples, self.split_seed)[split]
         chosen = pairs[self.rng(seed, split, step).integers(0, len(pairs), size)]
         lines = [self.line(int(p) // 10**self.digits, int(p) % 10**self.digits) for p in chosen]
         return self.encode(lines)
@@ -84,7 +88,10 @@ class Addition(Task):
     def from_text(self, text: str) -> list[int]:
         bad = sorted(set(text) - set(ALPHABET))
         if bad:
-            raise InputError(f"the prompt has {bad[0]!r}: allowed are the characters of {ALPHABET}, as in '$12+34='.")
+            raise InputError(
+                f"the prompt has {bad[0]!r}: allowed are the characters of {ALPHABET}, as in "
+                "'$12+34='."
+            )
         return [ALPHABET.index(c) for c in text]
 
 
@@ -93,4 +100,8 @@ def _split_pairs(digits: int, examples: int, split_seed: int) -> dict[str, np.nd
     """All pairs a 10^digits + b in a fixed random order, cut into train, valid and test."""
     order = np.random.Generator(np.random.Philox(split_seed)).permutation(100**digits)
     rest = order[examples:]
-    return {"train": order[:examples], "valid": rest[: len(rest) // 2], "test": rest[len(rest) // 2 :]}
+    return {
+        "train": order[:examples],
+        "valid": rest[: len(rest) // 2],
+        "test": rest[len(rest) // 2 :],
+    }

@@ -1,18 +1,32 @@
 """What a task is, and where tasks are found by name.
 
-A task is one frozen dataclass. A batch is a pure function of (seed, split, step): resuming needs only the step, and the
-streams of two splits never meet. Targets of IGNORE (-100) carry no loss, and in mode entp no prefix is computed for them.
+A task is one frozen dataclass. A batch is a pure function of (seed, split, step): resuming needs
+only the step, and the streams of two splits never meet. Targets of IGNORE (-100) carry no loss, and
+in mode entp no prefix is computed for them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from entp.errors import InputError, one_of
-from entp.named import find_named
+from entp.registry import find_named
+from entp.tasks.metrics import (
+    EXACT_MATCH,
+    LOSS,
+    TOKEN_ACCURACY,
+    Metric,
+    Predicted,
+    Score,
+    exact_match,
+    mean_loss,
+    token_accuracy,
+)
 
 IGNORE = -100
 SPLITS = {"train": 0, "valid": 1, "test": 2}
@@ -21,52 +35,127 @@ Split = Literal["train", "valid", "test"]
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs and targets of some sequences, as numpy arrays.
+    """Inputs and targets of some sequences, as numpy arrays; (batch, time) unless said otherwise.
 
-    x: (batch, time) token ids, or (batch, time, input_dim) vectors.
-    y: (batch, time) the wanted token, class or number after reading x[:, :t+1]; IGNORE where nothing is asked.
+    x: token ids, or (batch, time, input_dim) vectors.
+    y: the token, class or number to predict after reading x[:, :t+1]; IGNORE where there is none.
     lengths: (batch,) true lengths when the rows are padded on the right, else None.
+    position_ids: the position of each token, where it is not its place in the row.
+    loss_weights: the weight of each target's loss, where they are not all 1.
+    note: (batch,) something about each sequence that metrics may be sliced by.
     """
 
     x: np.ndarray
     y: np.ndarray
     lengths: np.ndarray | None = None
+    position_ids: np.ndarray | None = None
+    loss_weights: np.ndarray | None = None
+    note: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        """Any numbers will do: whole ones become int64, others float32, in memory as torch reads it."""
-        for name in ("x", "y", "lengths"):
+        """Any numbers will do: whole ones become int64, others float32, in memory as torch reads
+        it."""
+        for name in ("x", "y", "lengths", "position_ids", "loss_weights"):
             value = getattr(self, name)
             if value is not None:
-                kind = np.float32 if np.issubdtype(value.dtype, np.floating) else np.int64
+                floats = np.issubdtype(value.dtype, np.floating) or name == "loss_weights"
+                kind = np.float32 if floats else np.int64
                 object.__setattr__(self, name, np.ascontiguousarray(value, dtype=kind))
         if self.x.ndim not in (2, 3) or self.y.shape != self.x.shape[:2]:
             raise InputError(
-                f"a batch has x of shape {self.x.shape} and y of {self.y.shape}: x must be tokens (batch, time) or vectors "
-                "(batch, time, input_dim), and y (batch, time)."
+                f"a batch has x of shape {self.x.shape} and y of {self.y.shape}: x must be tokens "
+                "(batch, time) or vectors (batch, time, input_dim), and y (batch, time)."
             )
+        wanted = {"position_ids": self.y.shape, "loss_weights": self.y.shape}
+        wanted |= {"lengths": self.y.shape[:1], "note": self.y.shape[:1]}
+        for name, shape in wanted.items():
+            value = getattr(self, name)
+            if value is not None and value.shape != shape:
+                raise InputError(
+                    f"a batch has {name} of shape {value.shape}: with x of {self.x.shape} it must "
+                    f"be {shape}."
+                )
+
+    @cached_property
+    def target_mask(self) -> np.ndarray:
+        """(batch, time) whether there is a target."""
+        return self.y != IGNORE
+
+    @cached_property
+    def targets(self) -> np.ndarray:
+        """All targets, sequence by sequence."""
+        return self.y[self.target_mask]
+
+    @cached_property
+    def row(self) -> np.ndarray:
+        """The sequence of each target."""
+        return self.target_mask.nonzero()[0]
+
+    @cached_property
+    def position(self) -> np.ndarray:
+        """The place of each target in its row."""
+        return self.target_mask.nonzero()[1]
+
+    @property
+    def weight_sum(self) -> float:
+        """What a mean over the targets divides by: their number, or the sum of their weights."""
+        if self.loss_weights is None:
+            return float(self.target_mask.sum())
+        return float(self.loss_weights[self.target_mask].sum(dtype=np.float64))
 
     def part(self, rank: int, world: int) -> Batch:
         """The share of one of `world` processes: every world-th sequence."""
-        rows = slice(rank, None, world)
-        return Batch(self.x[rows], self.y[rows], None if self.lengths is None else self.lengths[rows])
+        kept: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{k: v if v is None else v[rank::world] for k, v in kept.items()})
+
+
+Baseline = Callable[[Batch], Predicted]
+"""Answers to a batch without a model."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Base of all tasks: give `name`, `model_needs`, `batch`, and the rest has defaults."""
+    """Base of all tasks: give `name`, `model_needs` and `batch`; the rest has defaults."""
 
     name: ClassVar[str] = ""
     about: ClassVar[str] = ""
     loss: ClassVar[Literal["cross_entropy", "squared_error"]] = "cross_entropy"
 
     @property
-    def metrics(self) -> tuple[str, ...]:
-        """What evaluation measures besides the loss."""
-        return ("token_accuracy", "sequence_accuracy") if self.loss == "cross_entropy" else ()
+    def metrics(self) -> tuple[Metric, ...]:
+        """What evaluation measures; the first decides the best checkpoint, the last ties."""
+        if self.loss == "squared_error":
+            return (LOSS,)
+        return (EXACT_MATCH, TOKEN_ACCURACY, LOSS)
+
+    def measure(self, batch: Batch, got: Predicted) -> dict[str, Score | None]:
+        """A score for each metric; None, or nothing, where it cannot be measured.
+
+        Answers of a model, generated answers and baselines all come through here.
+        """
+        if self.loss == "squared_error":
+            return {"loss": mean_loss(got)}
+        return {
+            "exact_match": exact_match(batch, got),
+            "token_accuracy": token_accuracy(batch, got),
+            "loss": mean_loss(got),
+        }
+
+    def baselines(self) -> dict[str, Baseline]:
+        """Answers without a model, by name, to compare with."""
+        return {}
+
+    def caveats(self, sequences_read: int) -> list[str]:
+        """What a reader of results must know after training read so many sequences."""
+        return []
+
+    def position_ids(self, tokens: np.ndarray) -> np.ndarray | None:
+        """The position ids of tokens (batch, time), for generation; None if they are 0, 1, ..."""
+        return None
 
     @property
     def prefix(self) -> int | None:
-        """How many first tokens are given rather than predicted: the prefix of mode `prefix`."""
+        """How many first tokens are given rather than predicted: the prefix of mode `prefix-lm`."""
         return None
 
     @property
@@ -81,7 +170,8 @@ class Task:
         return [row[: at + 1].tolist() for row, at in zip(batch.x, first, strict=True)]
 
     def model_needs(self) -> dict[str, Any]:
-        """`positions`, and `vocab` or `input_dim`, and `outputs` if not the vocabulary, for ModelConfig."""
+        """`context_length`, and `vocab` or `input_dim`, and `outputs` if not the vocabulary, for
+        ModelConfig."""
         raise NotImplementedError
 
     def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
@@ -93,8 +183,12 @@ class Task:
         if split not in SPLITS:
             raise one_of("split", split, SPLITS)
         if not 0 <= seed < 2**32:
-            raise InputError(f"seed {seed} is outside 0 to 2^32 - 1, where no two streams of data can meet.")
-        return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, SPLITS[split], step))))
+            raise InputError(
+                f"seed {seed} is outside 0 to 2^32 - 1, where no two streams of data can meet."
+            )
+        return np.random.Generator(
+            np.random.Philox(np.random.SeedSequence((seed, SPLITS[split], step)))
+        )
 
     def to_text(self, tokens: list[int]) -> str:
         """Tokens as a person reads them."""
@@ -105,11 +199,16 @@ class Task:
         try:
             tokens = [int(word) for word in text.replace(",", " ").split()]
         except ValueError:
-            raise InputError(f"the prompt {text!r} is not a list of whole numbers such as '3 1 4 1 5'.") from None
+            raise InputError(
+                f"the prompt {text!r} is not a list of whole numbers such as '3 1 4 1 5'."
+            ) from None
         vocab = self.model_needs().get("vocab")
         bad = [t for t in tokens if not 0 <= t < vocab] if vocab is not None else []
         if bad and vocab is not None:
-            raise InputError(f"the prompt has {bad[0]}, outside the vocabulary of {self.name}: allowed are 0 to {vocab - 1}.")
+            raise InputError(
+                f"the prompt has {bad[0]}, outside the vocabulary of {self.name}: allowed are 0 to "
+                f"{vocab - 1}."
+            )
         return tokens
 
     def draw(self, seed: int = 0) -> str:
@@ -123,7 +222,9 @@ class Task:
         lines = []
         for start in range(0, length, per_line):
             for label, row in (("input ", xs), ("target", ys)):
-                lines.append(f"{label} " + " ".join(v.rjust(width) for v in row[start : start + per_line]))
+                lines.append(
+                    f"{label} " + " ".join(v.rjust(width) for v in row[start : start + per_line])
+                )
         return "\n".join(lines)
 
     def _cell(self, value: Any) -> str:
@@ -137,6 +238,7 @@ TASKS: dict[str, str] = {
     "count3": "entp.tasks.counting:Count3",
     "match3": "entp.tasks.counting:Match3",
     "addition": "entp.tasks.addition:Addition",
+    "chase": "entp.tasks.pointers:Chase",
 }
 """Built-in tasks and where their class lives. `module:Class` names any other."""
 
@@ -150,7 +252,8 @@ def task_class(name: str) -> type[Task]:
 
 
 def read_prompt(task: Task, text: str) -> list[int]:
-    """The tokens of a person's text; what a task of one's own stumbles over is an InputError as well."""
+    """The tokens of a person's text; what a task of one's own stumbles over is an InputError as
+    well."""
     try:
         return task.from_text(text)
     except InputError:

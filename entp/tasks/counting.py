@@ -12,16 +12,19 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from entp.checks import check_numbers
 from entp.errors import InputError
+from entp.fields import check_numbers
 from entp.tasks.base import IGNORE, Batch, Split, Task
 
 
 def count3_next(x: np.ndarray) -> np.ndarray:
-    """Count3 of each row of x (batch, n), in O(n) per row: count the residues, then look each partner up."""
+    """Count3 of each row of x (batch, n), in O(n) per row: count the residues, then look each
+    partner up."""
     batch, n = x.shape
     modulus = x.dtype.type(n)  # stay in the narrow type: these passes are bound by bytes
-    residue = x - x // modulus * modulus  # numpy divides by a scalar far faster than it takes remainders
+    residue = (
+        x - x // modulus * modulus
+    )  # numpy divides by a scalar far faster than it takes remainders
     row_start = np.arange(0, batch * n, n)[:, None]
     counts = np.bincount((residue + row_start).ravel(), minlength=batch * n)
     partner = -residue[:, -1:] % modulus - residue
@@ -53,25 +56,29 @@ def match3_labels(x: np.ndarray, modulus: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Counting(Task):
-    """A random seed, then integers made by a rule from all before them; the loss is on the rule-made ones.
+    """A random seed, then integers made by a rule from all before them; the loss is on the
+    rule-made ones.
 
     input   52 14 22 48 ... 51 41  0 13 14
     target   .  .  .  . ...  .  0 13 14 17      (targets start at the last seed integer)
     """
 
-    seed_length: int = 16
+    prompt_length: int = 16
     """Random integers at the start of each sequence, without loss."""
     length: int = 64
     """Integers per sequence, the seed included."""
-    values: int = 64
-    """The seed's integers are drawn from 0..values-1."""
+    num_values: int = 64
+    """The seed's integers are drawn from 0..num_values-1."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "task.")
-        if not 1 <= self.seed_length < self.length:
-            raise InputError(f"task.seed_length {self.seed_length} must be at least 1 and below task.length {self.length}.")
-        if self.values < 1:
-            raise InputError(f"task.values is {self.values}: it must be at least 1.")
+        if not 1 <= self.prompt_length < self.length:
+            raise InputError(
+                f"task.prompt_length {self.prompt_length} must be at least 1 and below task.length "
+                f"{self.length}."
+            )
+        if self.num_values < 1:
+            raise InputError(f"task.num_values is {self.num_values}: it must be at least 1.")
 
     @staticmethod
     def rule(x: np.ndarray) -> np.ndarray:
@@ -80,16 +87,26 @@ class _Counting(Task):
 
     @property
     def prefix(self) -> int:
-        """The seed is the prefix of mode `prefix`, as in the paper."""
-        return self.seed_length
+        """The seed is the prefix of mode `prefix-lm`, as in the paper."""
+        return self.prompt_length
+
+    def caveats(self, sequences_read: int) -> list[str]:
+        there = self.num_values**self.prompt_length
+        if there >= sequences_read:
+            return []
+        return [
+            f"There are only {there:,} different sequences of {self.length} integers, and training "
+            f"read {sequences_read:,}: most test sequences had been seen, so their accuracy does "
+            "not tell a learned rule from memorised sequences."
+        ]
 
     def model_needs(self) -> dict[str, Any]:
-        return {"vocab": max(self.values, self.length - 1), "positions": self.length}
+        return {"vocab": max(self.num_values, self.length - 1), "context_length": self.length}
 
     def extend(self, seeds: np.ndarray) -> np.ndarray:
-        """Seeds (batch, seed_length) continued by the rule to (batch, length)."""
+        """Seeds (batch, prompt_length) continued by the rule to (batch, length)."""
         start = seeds.shape[1]
-        narrow = np.int16 if max(self.values, self.length) < 2**14 else np.int64
+        narrow = np.int16 if max(self.num_values, self.length) < 2**14 else np.int64
         out = np.empty((len(seeds), self.length), dtype=narrow)
         out[:, :start] = seeds
         for slab in np.array_split(out, max(1, len(out) // 256)):  # a slab stays in the cache
@@ -98,10 +115,10 @@ class _Counting(Task):
         return out.astype(np.int64)
 
     def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
-        seeds = self.rng(seed, split, step).integers(0, self.values, (size, self.seed_length))
+        seeds = self.rng(seed, split, step).integers(0, self.num_values, (size, self.prompt_length))
         sequences = self.extend(seeds)
         y = sequences[:, 1:].copy()
-        y[:, : self.seed_length - 1] = IGNORE
+        y[:, : self.prompt_length - 1] = IGNORE
         return Batch(sequences[:, :-1], y)
 
 
@@ -110,7 +127,10 @@ class Count3(_Counting):
     """Each integer counts the pairs that sum, with the last integer, to 0 modulo the length so far."""
 
     name: ClassVar[str] = "count3"
-    about: ClassVar[str] = "count pairs i, j with x_i + x_j + x_n = 0 mod n (the paper: ENTP learns it, decoders do not)"
+    about: ClassVar[str] = (
+        "count pairs i, j with x_i + x_j + x_n = 0 mod n (the paper: ENTP learns it, decoders do "
+        "not)"
+    )
     rule = staticmethod(count3_next)
 
 
@@ -133,26 +153,31 @@ class Match3(Task):
 
     name: ClassVar[str] = "match3"
     about: ClassVar[str] = (
-        "is there a pair with x_1 + x_i + x_j = 0 mod 128? asked at every position (the paper: both learn it)"
+        "is there a pair with x_1 + x_i + x_j = 0 mod 128? asked at every position (the paper: "
+        "both learn it)"
     )
 
     length: int = 64
     """Integers per sequence."""
     modulus: int = 128
     """The sum must be 0 modulo this."""
-    values: int | None = None
-    """The integers are drawn from 0..values-1. None: from 0..modulus-1."""
+    num_values: int | None = None
+    """The integers are drawn from 0..num_values-1. None: from 0..modulus-1."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "task.")
         if self.length < 1 or self.modulus < 1:
-            raise InputError(f"task.length {self.length} and task.modulus {self.modulus} must be at least 1.")
-        if self.values is not None and self.values < 1:
-            raise InputError(f"task.values is {self.values}: it must be at least 1, or None.")
+            raise InputError(
+                f"task.length {self.length} and task.modulus {self.modulus} must be at least 1."
+            )
+        if self.num_values is not None and self.num_values < 1:
+            raise InputError(f"task.num_values is {self.num_values}: it must be at least 1, or None.")
 
     def model_needs(self) -> dict[str, Any]:
-        return {"vocab": self.values or self.modulus, "positions": self.length, "outputs": 2}
+        return {"vocab": self.num_values or self.modulus, "context_length": self.length, "outputs": 2}
 
     def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
-        x = self.rng(seed, split, step).integers(0, self.values or self.modulus, (size, self.length))
+        x = self.rng(seed, split, step).integers(
+            0, self.num_values or self.modulus, (size, self.length)
+        )
         return Batch(x, match3_labels(x, self.modulus))

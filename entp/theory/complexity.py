@@ -1,4 +1,5 @@
-"""The paper's table of complexities (Table "Complexity for next-token inference"), measured on the CPU as n grows.
+"""The paper's table of complexities (Table "Complexity for next-token inference"), measured on the
+CPU as n grows.
 
     result = measure()                  # a dict of plain values, in about ten seconds
     print(report(result))               # every length, the powers of n beside the table's, and what differs
@@ -7,12 +8,13 @@
 One more token is generated as token number n, by each of
 
     entp             the paper's ENTP: nothing is kept, the encoder reads all n tokens again
-    entp, cached     entp.engine.caches.EntpCache: the first layer is kept up to date, the layers above run again
+    entp, cached     entp.engine.generation.caches.EntpCache: the first layer is kept up to date, the layers above run again
     decoder          DecoderCache: keys and values of every layer are kept
     decoder, O(D)    the same with attention in O(D) memory (entp.theory.linear_memory)
 
-and of each are taken: operations that ran (torch's count, and the engine's formula), seconds, precomputed memory (bytes of
-the tensors kept between tokens) and additional memory (most bytes that the one token allocates at once).
+and of each are taken: operations that ran (torch's count, and the engine's formula), seconds,
+precomputed memory (bytes of the tensors kept between tokens) and additional memory (most bytes that
+the one token allocates at once).
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from entp.config import ModelConfig
-from entp.engine.caches import Cache, DecoderCache, EntpCache, NoCache
 from entp.engine.flops import STEP, reference_flops, token_flops
+from entp.engine.generation.caches import Cache, DecoderCache, EntpCache, NoCache
 from entp.engine.layout import Packing
 from entp.errors import InputError, one_of
-from entp.intervals import fit_exponent
 from entp.model import Transformer
-from entp.table import format_table
+from entp.stats import fit_exponent
+from entp.terminal import format_table
 from entp.theory.linear_memory import attend_streaming, peak_bytes
 
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -54,9 +56,13 @@ VOCAB = 4
 class StreamingDecoder(DecoderCache):
     """The decoder's cache with attention in O(D) memory, for one sequence: the same logits."""
 
-    def prefill(self, tokens_BT: Tensor, lengths_B: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def prefill(
+        self, tokens_BT: Tensor, lengths_B: Tensor, position_ids: Tensor | None = None
+    ) -> Tensor:
         if len(tokens_BT) != 1:
-            raise InputError(f"the decoder in O(D) memory continues one sequence, got {len(tokens_BT)}.")
+            raise InputError(
+                f"the decoder in O(D) memory continues one sequence, got {len(tokens_BT)}."
+            )
         return super().prefill(tokens_BT, lengths_B, position_ids)
 
     def append(self, new_B: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -87,22 +93,33 @@ def make(kind: str, model: Transformer, capacity: int) -> Cache:
 
 
 @torch.no_grad()
-def measure(lengths: Sequence[int] = LENGTHS, *, width: int = 8, layers: int = 3, heads: int = 2) -> dict[str, Any]:
-    """All measures of all kinds at every length, and the fitted powers of n: plain values, ready for JSON.
+def measure(
+    lengths: Sequence[int] = LENGTHS, *, width: int = 8, layers: int = 3, heads: int = 2
+) -> dict[str, Any]:
+    """All measures of all kinds at every length, and the fitted powers of n: plain values, ready
+    for JSON.
 
-    The width is small so that attention, which grows as n², shows beside the linear layers at lengths that take no time.
+    The width is small so that attention, which grows as n², shows beside the linear layers at
+    lengths that take no time.
     """
     lengths = sorted(set(lengths))
     if len(lengths) < 3 or lengths[0] < 2:
-        raise InputError(f"the lengths are {list(lengths)}: at least three different ones from 2 on are needed to see growth.")
+        raise InputError(
+            f"the lengths are {list(lengths)}: at least three different ones from 2 on are needed "
+            "to see growth."
+        )
     if layers < 2:
-        raise InputError(f"layers is {layers}: with one layer ENTP is the decoder; at least 2 are needed.")
+        raise InputError(
+            f"layers is {layers}: with one layer ENTP is the decoder; at least 2 are needed."
+        )
     config = ModelConfig(VOCAB, lengths[-1] + REPEATS, layers, heads, width)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Transformer(config)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # each thread of fused attention has buffers of its own: memory would be that of the machine
+    torch.set_num_threads(
+        1
+    )  # each thread of fused attention has buffers of its own: memory would be that of the machine
     try:
         for kind in KINDS:  # what is set up once must not count for the first length
             _measure_one(kind, model, lengths[0])
@@ -110,7 +127,11 @@ def measure(lengths: Sequence[int] = LENGTHS, *, width: int = 8, layers: int = 3
     finally:
         torch.set_num_threads(threads)
     powers = {
-        kind: {what: fit_power(lengths, [p[what] for p in points[kind]]) for what in (*MEASURES, "formula")} for kind in KINDS
+        kind: {
+            what: fit_power(lengths, [p[what] for p in points[kind]])
+            for what in (*MEASURES, "formula")
+        }
+        for kind in KINDS
     }
     shape = {"width": width, "layers": layers, "heads": heads, "torch": str(torch.__version__)}
     return {"config": shape, "lengths": lengths, "points": points, "powers": powers, "paper": PAPER}
@@ -153,7 +174,8 @@ def formula(config: ModelConfig, n: int, kind: str) -> int:
 
 
 def kept_bytes(cache: Cache) -> int:
-    """Bytes of all tensors that a cache keeps between tokens, besides the weights and the text itself (ids and lengths)."""
+    """Bytes of all tensors that a cache keeps between tokens, besides the weights and the text
+    itself (ids and lengths)."""
     found: dict[int, int] = {}
 
     def visit(value: object) -> None:
@@ -173,14 +195,20 @@ def kept_bytes(cache: Cache) -> int:
 
 def fit_power(lengths: Sequence[int], values: Sequence[float]) -> float | None:
     """The p of value = c n^p over the upper half of the lengths; None if a value there is 0."""
-    return fit_exponent(lengths, values)[0] if all(value > 0 for value in values[len(lengths) // 2 :]) else None
+    return (
+        fit_exponent(lengths, values)[0]
+        if all(value > 0 for value in values[len(lengths) // 2 :])
+        else None
+    )
 
 
 def summary(result: dict[str, Any]) -> tuple[str, str]:
-    """What came out in a line, and "holds" if powers of n are the paper's, else "FAILS": seconds are too noisy to judge by.
+    """What came out in a line, and "holds" if powers of n are the paper's, else "FAILS": seconds
+    are too noisy to judge by.
 
-    Operations must be within 0.2 of the paper's power, because linear layers count too; the decoder's additional memory is
-    that with attention in O(D) memory, and the encoder's may be 0.4 off, by buffers that are not yet full.
+    Operations must be within 0.2 of the paper's power, because linear layers count too; the
+    decoder's additional memory is that with attention in O(D) memory, and the encoder's may be 0.4
+    off, by buffers that are not yet full.
     """
     powers = result["powers"]
     encoder, decoder = powers["entp"], powers["decoder"]
@@ -188,12 +216,14 @@ def summary(result: dict[str, Any]) -> tuple[str, str]:
     near = [
         abs(encoder["operations"] - PAPER["entp"]["operations"]) < 0.2,
         abs(decoder["operations"] - PAPER["decoder"]["operations"]) < 0.2,
-        encoder["precomputed"] is None and abs(decoder["precomputed"] - PAPER["decoder"]["precomputed"]) < 0.01,
+        encoder["precomputed"] is None
+        and abs(decoder["precomputed"] - PAPER["decoder"]["precomputed"]) < 0.01,
         abs(encoder["additional"] - PAPER["entp"]["additional"]) < 0.4,
         abs(space - PAPER["decoder"]["additional"]) < 0.01,
     ]
     how = (
-        f"powers of n measured: operations {encoder['operations']:.2f} and {decoder['operations']:.2f}, "
+        f"powers of n measured: operations {encoder['operations']:.2f} and "
+        f"{decoder['operations']:.2f}, "
         f"additional space {encoder['additional']:.2f} and {abs(space):.2f}"
     )
     return how, "holds" if all(near) else "FAILS"
@@ -235,11 +265,14 @@ def _powers_table(result: dict[str, Any]) -> str:
     def cell(power: float | None) -> str:
         if power is None:
             return "N/A"
-        return str(power) if isinstance(power, int) else f"{round(power, 2) + 0.0:.2f}"  # never -0.00
+        return (
+            str(power) if isinstance(power, int) else f"{round(power, 2) + 0.0:.2f}"
+        )  # never -0.00
 
     rows = [[kind, *(cell(result["powers"][kind][what]) for what in MEASURES)] for kind in KINDS]
     rows += [
-        [f"paper: {name}", *(cell(result["paper"][kind][what]) for what in MEASURES)] for name, kind in PAPERS_NAMES.items()
+        [f"paper: {name}", *(cell(result["paper"][kind][what]) for what in MEASURES)]
+        for name, kind in PAPERS_NAMES.items()
     ]
     first = result["lengths"][len(result["lengths"]) // 2]
     return format_table([f"growth as n^p from n = {first}", *MEASURES], rows)
@@ -251,14 +284,29 @@ def _notes(result: dict[str, Any]) -> list[str]:
     width, layers = config["width"], config["layers"]
     end = {kind: result["points"][kind][-1] for kind in KINDS}
     share = end["entp, cached"]["formula"] / end["entp"]["formula"]
-    apart = ", ".join(kind for kind in KINDS if any(p["operations"] != p["formula"] for p in result["points"][kind])) or "none"
+    apart = (
+        ", ".join(
+            kind
+            for kind in KINDS
+            if any(p["operations"] != p["formula"] for p in result["points"][kind])
+        )
+        or "none"
+    )
     return [
-        "operations: with linear layers, which the table leaves out, a token costs ENTP 4 DL n² + 24 D²L n and the decoder",
-        f"  4 DL n + 24 D²L, so powers are below 2 and 1 and reach them for n far above 6 D = {6 * width}. Torch's counts are",
-        f"  the formulas' except for: {apart}. (The cached ENTP's layer 1 adds keys by elementwise products, not counted.)",
-        "seconds: at these sizes much is overhead: the start of operations, and for entp a loop over positions, which is O(n).",
-        f"precomputed: the paper's ENTP keeps nothing. Ours keeps layer 1, O(nD) for any L, and does {share:.0%} of the",
-        f"  operations at n = {last}: n² is left in {layers - 2} of {layers} layers. With 2 layers a token is O(n), not O(n²).",
-        "additional: ENTP's is O(nD) because fused attention never writes n² scores down; its buffers grow until they hold a",
-        "  block. A decoder's mask and scores are n numbers, so it grows; with attention in O(D) memory it does not.",
+        "operations: with linear layers, which the table leaves out, a token costs ENTP 4 DL n² + "
+        "24 D²L n and the decoder",
+        f"  4 DL n + 24 D²L, so powers are below 2 and 1 and reach them for n far above 6 D = "
+        f"{6 * width}. Torch's counts are",
+        f"  the formulas' except for: {apart}. (The cached ENTP's layer 1 adds keys by elementwise "
+        "products, not counted.)",
+        "seconds: at these sizes much is overhead: the start of operations, and for entp a loop "
+        "over positions, which is O(n).",
+        f"precomputed: the paper's ENTP keeps nothing. Ours keeps layer 1, O(nD) for any L, and "
+        f"does {share:.0%} of the",
+        f"  operations at n = {last}: n² is left in {layers - 2} of {layers} layers. With 2 layers "
+        "a token is O(n), not O(n²).",
+        "additional: ENTP's is O(nD) because fused attention never writes n² scores down; its "
+        "buffers grow until they hold a",
+        "  block. A decoder's mask and scores are n numbers, so it grows; with attention in O(D) "
+        "memory it does not.",
     ]

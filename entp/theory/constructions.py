@@ -1,12 +1,14 @@
 """The models that separate encoders from decoders, and what the proofs say about them, as numbers.
 
     model = decoder_beyond_encoders(layers=2, width=1)
-    exact_outputs(model, [[Fraction(1)], [Fraction(2)]])            # [[4], [25/4]]: 4 x1 and (7 x1 + 9 x2) / 4
+    # [[4], [25/4]]: 4 x1 and (7 x1 + 9 x2) / 4
+    exact_outputs(model, [[Fraction(1)], [Fraction(2)]])
     collapses_for_any_encoder(random_transformer(seed=0), seed=0)   # Finding(holds=True, ...)
 
-Names follow the paper: E and D are an encoder and a decoder with positions p1, p2, ...; E~ and D~ have none. T_f is the
-causal model of f: T_f(x)_n = f(x_1..x_n)_n. A theorem's inputs are vectors that the positions are added to, so its
-models read vectors, and reading in may be any linear map as long as some pair of inputs makes up for p1 - p2.
+Names follow the paper: E and D are an encoder and a decoder with positions p1, p2, ...; E~ and D~
+have none. T_f is the causal model of f: T_f(x)_n = f(x_1..x_n)_n. A theorem's inputs are vectors
+that the positions are added to, so its models read vectors, and reading in may be any linear map as
+long as some pair of inputs makes up for p1 - p2.
 """
 
 from __future__ import annotations
@@ -41,23 +43,30 @@ class Finding:
 
 
 def decoder_beyond_encoders(layers: int = 2, width: int = 1) -> Transformer:
-    """The decoder D~ that no encoder equals: W_Q = W_K = 0 and W_V = I in two layers, everything after them zero."""
+    """The decoder D~ that no encoder equals: W_Q = W_K = 0 and W_V = I in two layers, everything
+    after them zero."""
     return _two_attentions(layers, width, query_key=0.0)
 
 
 def encoder_beyond_decoders(layers: int = 2, width: int = 1) -> Transformer:
-    """The encoder E~ that no decoder with p1 != p2 equals: W_Q = W_K = W_V = I in two layers, everything after them zero."""
+    """The encoder E~ that no decoder with p1 != p2 equals: W_Q = W_K = W_V = I in two layers,
+    everything after them zero."""
     return _two_attentions(layers, width, query_key=1.0)
 
 
 @torch.no_grad()
 def _two_attentions(layers: int, width: int, query_key: float) -> Transformer:
-    """Two residual attention layers with W_Q = W_K = query_key I and W_V = I; later layers and all MLPs add nothing."""
+    """Two residual attention layers with W_Q = W_K = query_key I and W_V = I; later layers and all
+    MLPs add nothing."""
     for name, got, least in (("layers", layers, 2), ("width", width, 1)):
         if got < least:
             raise InputError(f"{name} is {got}: the theorem's construction needs at least {least}.")
-    config = _theorem_config(width, layers=layers, heads=1, activation="relu", norm="none", position="none")
-    with torch.random.fork_rng(devices=[]):  # weights are drawn, only to be overwritten: the caller's draws must not move
+    config = _theorem_config(
+        width, layers=layers, heads=1, activation="relu", norm="none", position_embedding="none"
+    )
+    with torch.random.fork_rng(
+        devices=[]
+    ):  # weights are drawn, only to be overwritten: the caller's draws must not move
         model = Transformer(config).double()
     eye = torch.eye(width, dtype=torch.float64)
     for p in model.parameters():
@@ -72,11 +81,13 @@ def _two_attentions(layers: int, width: int, query_key: float) -> Transformer:
 
 
 def random_transformer(seed: int, *, width: int = 8, **config: Any) -> Transformer:
-    """A float64 Transformer that reads and returns vectors of its width, no weight of it zero, as "any" model of a theorem.
+    """A float64 Transformer that reads and returns vectors of its width, no weight of it zero, as
+    "any" model of a theorem.
 
-    Unless told, 2 layers, 2 heads, no normalisation and random positions. config: fields of ModelConfig.
+    Unless told, 2 layers, 2 heads, no normalisation and random positions. config: fields of
+    ModelConfig.
     """
-    defaults = {"layers": 2, "heads": 2, "norm": "none", "position": "given", "positions": 16}
+    defaults = {"layers": 2, "heads": 2, "norm": "none", "position_embedding": "given", "context_length": 16}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Transformer(_theorem_config(width, **{**defaults, **config})).double()
@@ -86,27 +97,34 @@ def random_transformer(seed: int, *, width: int = 8, **config: Any) -> Transform
             assert model.read_in is not None
             model.read_in.weight.add_(torch.eye(*model.read_in.weight.shape))
             if model.config.has_limit:
-                model.set_positions(torch.randn(model.config.positions, width))
+                model.set_positions(torch.randn(model.config.context_length, width))
     return model.requires_grad_(False)
 
 
 def _theorem_config(width: int, **config: Any) -> ModelConfig:
-    return ModelConfig(**{"input_dim": width, "outputs": width, "width": width, "scale": "one", **config})
+    return ModelConfig(
+        **{"input_dim": width, "outputs": width, "width": width, "attention_scale": "one", **config}
+    )
 
 
 # Exact evaluation
 
 
 def exact_decoder(xs: Sequence[Sequence[Fraction]], layers: int = 2) -> list[Vector]:
-    """D~(x_1, x_2, ...) without rounding, of the theorem's decoder with this many layers and the width of the x."""
+    """D~(x_1, x_2, ...) without rounding, of the theorem's decoder with this many layers and the
+    width of the x."""
     return exact_outputs(decoder_beyond_encoders(layers, len(xs[0]) if xs else 1), xs)
 
 
-def exact_outputs(model: Transformer, xs: Sequence[Sequence[Fraction]], mode: str = "decoder") -> list[Vector]:
-    """What a model computes in mode decoder or entp, from its own weights, in fractions: no rounding anywhere.
+def exact_outputs(
+    model: Transformer, xs: Sequence[Sequence[Fraction]], mode: str = "decoder"
+) -> list[Vector]:
+    """What a model computes in mode decoder or entp, from its own weights, in fractions: no
+    rounding anywhere.
 
-    Softmax is a fraction only where all scores of a query are equal. That must follow from the weights: W_K = 0, or both
-    W_Q and its bias. Then neither heads nor scale matter. Normalisation, GELU and positions are refused too.
+    Softmax is a fraction only where all scores of a query are equal. That must follow from the
+    weights: W_K = 0, or both W_Q and its bias. Then neither heads nor scale matter. Normalisation,
+    GELU and positions are refused too.
     """
     if mode not in ("decoder", "entp"):
         raise one_of("mode", mode, ("decoder", "entp"))
@@ -121,18 +139,26 @@ def _check_exact(model: Transformer, xs: Sequence[Sequence[Fraction]]) -> None:
     """Raise InputError for what cannot be evaluated in fractions."""
     config = model.config
     if config.input_dim is None or config.outputs is None:
-        raise InputError("exact evaluation needs a model that reads and returns vectors (input_dim and outputs).")
-    for name, needed in (("norm", "none"), ("activation", "relu"), ("position", "none")):
+        raise InputError(
+            "exact evaluation needs a model that reads and returns vectors (input_dim and outputs)."
+        )
+    for name, needed in (("norm", "none"), ("activation", "relu"), ("position_embedding", "none")):
         if (got := getattr(config, name)) != needed:
-            raise InputError(f"exact evaluation needs {name}={needed!r}, and this model has {got!r}.")
+            raise InputError(
+                f"exact evaluation needs {name}={needed!r}, and this model has {got!r}."
+            )
     if not xs or any(len(x) != config.input_dim for x in xs):
         sizes = sorted({len(x) for x in xs})
-        raise InputError(f"exact evaluation needs at least one vector of {config.input_dim} numbers, got sizes {sizes}.")
+        raise InputError(
+            f"exact evaluation needs at least one vector of {config.input_dim} numbers, got sizes "
+            f"{sizes}."
+        )
     for number, block in enumerate(_blocks(model), start=1):
         query, key, _ = block.qkv.weight.unflatten(0, (3, -1)).unbind(0)
         if key.any() and (query.any() or block.qkv.bias[: config.width].any()):
             raise InputError(
-                f"the attention scores of layer {number} are not all equal (neither its W_K nor its W_Q with bias is zero): "
+                f"the attention scores of layer {number} are not all equal (neither its W_K nor "
+                "its W_Q with bias is zero): "
                 "their softmax has no exact fractions."
             )
 
@@ -148,9 +174,16 @@ def _exact(model: Transformer, rows: list[Vector], causal: bool) -> list[Vector]
             sums.append(_add(sums[-1], value[-model.config.width :]))
         seen = [n if causal else len(rows) for n in range(1, len(rows) + 1)]
         means = [[total / n for total in sums[n]] for n in seen]
-        rows = [_add(row, more) for row, more in zip(rows, _exact_linear(block.proj, means), strict=True)]
-        inner = [[max(value, Fraction(0)) for value in row] for row in _exact_linear(block.fc, rows)]
-        rows = [_add(row, more) for row, more in zip(rows, _exact_linear(block.out, inner), strict=True)]
+        rows = [
+            _add(row, more)
+            for row, more in zip(rows, _exact_linear(block.proj, means), strict=True)
+        ]
+        inner = [
+            [max(value, Fraction(0)) for value in row] for row in _exact_linear(block.fc, rows)
+        ]
+        rows = [
+            _add(row, more) for row, more in zip(rows, _exact_linear(block.out, inner), strict=True)
+        ]
     return _exact_linear(model.head, rows)
 
 
@@ -158,7 +191,10 @@ def _exact_linear(linear: nn.Linear, rows: list[Vector]) -> list[Vector]:
     weight = [[Fraction(w) for w in row] for row in linear.weight.tolist()]  # a float is a fraction
     bias = [Fraction(b) for b in linear.bias.tolist()]
     return [
-        [sum((w * x for w, x in zip(ws, row, strict=True)), start=b) for ws, b in zip(weight, bias, strict=True)]
+        [
+            sum((w * x for w, x in zip(ws, row, strict=True)), start=b)
+            for ws, b in zip(weight, bias, strict=True)
+        ]
         for row in rows
     ]
 
@@ -174,11 +210,15 @@ def _add(one: Vector, other: Vector) -> Vector:
 def order_matters(model: Transformer, seed: int = 0) -> Finding:
     """D~ depends on the order of x1, x2 when it reads x3; an encoder can do so only if p1 != p2.
 
-    model: any encoder with p1 = p2, or without positions. D~(x1, x2, x3)_3 - D~(x2, x1, x3)_3 is exactly (x1 - x2) / 3.
+    model: any encoder with p1 = p2, or without positions. D~(x1, x2, x3)_3 - D~(x2, x1, x3)_3 is
+        exactly (x1 - x2) / 3.
     """
     size = _vector_size(model, reads=3)
     if model.config.has_limit and not torch.equal(model.positions[0], model.positions[1]):
-        raise InputError("this encoder has p1 != p2, so order may matter to it: give one with p1 = p2 or position='none'.")
+        raise InputError(
+            "this encoder has p1 != p2, so order may matter to it: give one with p1 = p2 or "
+            "position_embedding='none'."
+        )
     x = _draw(seed, 3, size)
     swapped = x[[1, 0, 2]]
     encoder = _apart(_encode(model, x), _encode(model, swapped))
@@ -186,7 +226,8 @@ def order_matters(model: Transformer, seed: int = 0) -> Finding:
     difference = [a - b for a, b in zip(one, two, strict=True)]
     predicted = [(a - b) / 3 for a, b in zip(*_fractions(x[:2]), strict=True)]
     return Finding(
-        "the third output of D~ changes when x1 and x2 change places, and that of an encoder with p1 = p2 does not",
+        "the third output of D~ changes when x1 and x2 change places, and that of an encoder with "
+        "p1 = p2 does not",
         encoder <= TOLERANCE and difference == predicted and any(difference),
         {"encoder": encoder, "decoder": float(max(map(abs, difference)))},
     )
@@ -194,9 +235,11 @@ def order_matters(model: Transformer, seed: int = 0) -> Finding:
 
 @torch.no_grad()
 def collapses_for_any_encoder(model: Transformer, seed: int = 0) -> Finding:
-    """With p1 != p2 and y1 + p1 = y2 + p2, E(y1)_1 = E(y1, y2)_2 although y1 != y2; D~ keeps them apart.
+    """With p1 != p2 and y1 + p1 = y2 + p2, E(y1)_1 = E(y1, y2)_2 although y1 != y2; D~ keeps them
+    apart.
 
-    model: any encoder with positions. D~(y1)_1 - D~(y1, y2)_2 is exactly 4 y1 - (7 y1 + 9 y2) / 4 = 9 (y1 - y2) / 4.
+    model: any encoder with positions. D~(y1)_1 - D~(y1, y2)_2 is exactly 4 y1 - (7 y1 + 9 y2) / 4 =
+        9 (y1 - y2) / 4.
     """
     y_1 = _draw(seed, 1, _vector_size(model, reads=2))[0]
     y_2 = y_1 + _made_up(model)
@@ -206,7 +249,8 @@ def collapses_for_any_encoder(model: Transformer, seed: int = 0) -> Finding:
     difference = [a - b for a, b in zip(first, second, strict=True)]
     predicted = [Fraction(9, 4) * (a - b) for a, b in zip(*_fractions(pair), strict=True)]
     return Finding(
-        "y1 + p1 = y2 + p2 forces E(y1)_1 = E(y1, y2)_2, and D~ gives 4 y1 and (7 y1 + 9 y2) / 4, which differ",
+        "y1 + p1 = y2 + p2 forces E(y1)_1 = E(y1, y2)_2, and D~ gives 4 y1 and (7 y1 + 9 y2) / 4, "
+        "which differ",
         encoder <= TOLERANCE and difference == predicted and any(difference),
         {"encoder": encoder, "decoder": float(max(map(abs, difference)))},
     )
@@ -218,9 +262,9 @@ def collapses_for_any_encoder(model: Transformer, seed: int = 0) -> Finding:
 def encoder_beta(x_2: Tensor) -> float:
     """The β of T_E~(0, x2) = (0, β x2), by formula; it lies in [5/2, 4).
 
-    With s = |x2|², layer 1 gives x2 / 2 and (1 + u) x2 for u = sigmoid(s). In layer 2 the second position's scores of these
-    two are (1 + u) s / 2 and (1 + u)² s, so it gives the second the weight w = sigmoid((1 + u)(1/2 + u) s), and
-    β = (1 + u) + (1 - w) / 2 + w (1 + u).
+    With s = |x2|², layer 1 gives x2 / 2 and (1 + u) x2 for u = sigmoid(s). In layer 2 the second
+    position's scores of these two are (1 + u) s / 2 and (1 + u)² s, so it gives the second the
+    weight w = sigmoid((1 + u)(1/2 + u) s), and β = (1 + u) + (1 - w) / 2 + w (1 + u).
     """
     s = x_2.double().square().sum()
     u = torch.sigmoid(s)
@@ -230,20 +274,33 @@ def encoder_beta(x_2: Tensor) -> float:
 
 @torch.no_grad()
 def repeats_for_any_decoder(model: Transformer) -> Finding:
-    """With p1 != p2, x1 = 0 and x2 = p1 - p2, any decoder says the same twice; E~ says 0 and then β x2, which is not 0.
+    """With p1 != p2, x1 = 0 and x2 = p1 - p2, any decoder says the same twice; E~ says 0 and then β
+    x2, which is not 0.
 
     model: any decoder with positions.
     """
-    x = torch.stack([torch.zeros(_vector_size(model, reads=2), dtype=torch.float64), _made_up(model)])
+    x = torch.stack(
+        [torch.zeros(_vector_size(model, reads=2), dtype=torch.float64), _made_up(model)]
+    )
     first, second = model(x[None], "decoder")[0]
     decoder = _apart(first, second)
     zero, told = causal_model(encoder_beyond_decoders(width=x.shape[1]), x[None], "entp")[0]
     beta = encoder_beta(x[1])
     formula = _apart(told, beta * x[1])
     return Finding(
-        "x1 = 0 and x2 = p1 - p2 make any decoder say (c, c), and E~ says (0, beta x2) with beta > 0",
-        decoder <= TOLERANCE and formula <= TOLERANCE and not zero.any() and bool(told.any()) and beta > 0,
-        {"decoder": decoder, "encoder": float((told - zero).abs().max()), "beta": beta, "formula": formula},
+        "x1 = 0 and x2 = p1 - p2 make any decoder say (c, c), and E~ says (0, beta x2) with beta > "
+        "0",
+        decoder <= TOLERANCE
+        and formula <= TOLERANCE
+        and not zero.any()
+        and bool(told.any())
+        and beta > 0,
+        {
+            "decoder": decoder,
+            "encoder": float((told - zero).abs().max()),
+            "beta": beta,
+            "formula": formula,
+        },
     )
 
 
@@ -251,8 +308,11 @@ def repeats_for_any_decoder(model: Transformer) -> Finding:
 
 
 @torch.no_grad()
-def causal_model(model: Transformer, x: Tensor, mode: str = "entp", prefix: int | None = None) -> Tensor:
-    """T_f(x)_n = f(x_1..x_n)_n by its definition, f being the model as encoder (entp), decoder, or decoder with a prefix.
+def causal_model(
+    model: Transformer, x: Tensor, mode: str = "entp", prefix: int | None = None
+) -> Tensor:
+    """T_f(x)_n = f(x_1..x_n)_n by its definition, f being the model as encoder (entp), decoder, or
+    decoder with a prefix.
 
     x: inputs (B, T) or (B, T, input_dim). Returns (B, T, outputs).
     """
@@ -262,34 +322,48 @@ def causal_model(model: Transformer, x: Tensor, mode: str = "entp", prefix: int 
     ends = []
     for n in range(1, x.shape[1] + 1):
         start = x[:, :n]
-        ends.append((model.encode(start) if mode == "entp" else masked_hidden(model, start, mode, prefix=prefix))[:, -1])
+        ends.append(
+            (
+                model.encode(start)
+                if mode == "entp"
+                else masked_hidden(model, start, mode, prefix=prefix)
+            )[:, -1]
+        )
     return model.readout(torch.stack(ends, 1))
 
 
 @torch.no_grad()
 def decoder_is_causal(model: Transformer, x: Tensor) -> Finding:
-    """T_D = D: a decoder read from scratch for each prefix says what it says when it reads everything once."""
+    """T_D = D: a decoder read from scratch for each prefix says what it says when it reads
+    everything once."""
     difference = _apart(causal_model(model, x, "decoder"), model(x, "decoder"))
     return Finding("T_D = D", difference <= TOLERANCE, {"difference": difference})
 
 
 @torch.no_grad()
 def one_layer_is_one_function(model: Transformer, x: Tensor, prefix: int) -> Finding:
-    """With one layer T_E = T_D = T_P: only the last query is read, and it sees every token in each mode.
+    """With one layer T_E = T_D = T_P: only the last query is read, and it sees every token in each
+    mode.
 
-    P, the model with a prefix of p tokens read once, is D from position p on (the p-th included). Before it, position i
-    is the encoder's over the whole prefix, E(x_1..x_p)_i, which sees tokens after i: P is neither causal nor D there.
+    P, the model with a prefix of p tokens read once, is D from position p on (the p-th included).
+    Before it, position i is the encoder's over the whole prefix, E(x_1..x_p)_i, which sees tokens
+    after i: P is neither causal nor D there.
     """
     if model.config.layers != 1:
-        raise InputError(f"this model has {model.config.layers} layers: encoder and decoder are the same function for one.")
+        raise InputError(
+            f"this model has {model.config.layers} layers: encoder and decoder are the same "
+            "function for one."
+        )
     if not 1 <= prefix <= x.shape[1]:
-        raise InputError(f"prefix {prefix} does not fit {x.shape[1]} tokens: allowed are 1 to {x.shape[1]}.")
+        raise InputError(
+            f"prefix {prefix} does not fit {x.shape[1]} tokens: allowed are 1 to {x.shape[1]}."
+        )
     decoder = causal_model(model, x, "decoder")
-    once = model(x, "prefix", prefix=prefix)
-    encoder = model(x[:, :prefix], "prefix", prefix=prefix)
+    once = model(x, "prefix-lm", prefix=prefix)
+    encoder = model(x[:, :prefix], "prefix-lm", prefix=prefix)
     numbers = {
         "encoder": _apart(causal_model(model, x, "entp"), decoder),
-        "prefix": _apart(causal_model(model, x, "prefix", prefix), decoder),
+        "prefix-lm": _apart(causal_model(model, x, "prefix-lm", prefix), decoder),
         "prefix read once": _apart(once[:, prefix - 1 :], decoder[:, prefix - 1 :]),
         "inside the prefix": _apart(once[:, :prefix], encoder),
     }
@@ -302,15 +376,19 @@ def one_layer_is_one_function(model: Transformer, x: Tensor, prefix: int) -> Fin
 def _vector_size(model: Transformer, reads: int) -> int:
     """The size of the model's inputs; InputError unless it can read so many float64 vectors."""
     if model.config.input_dim is None or next(model.parameters()).dtype != torch.float64:
-        raise InputError("the theorems are about models that read vectors, compared in float64: set input_dim, use double().")
-    if model.config.has_limit and model.config.positions < reads:
-        told = f"the model needs as many positions, and has {model.config.positions}"
+        raise InputError(
+            "the theorems are about models that read vectors, compared in float64: set input_dim, "
+            "use double()."
+        )
+    if model.config.has_limit and model.config.context_length < reads:
+        told = f"the model needs as many positions, and has {model.config.context_length}"
         raise InputError(f"the statement is about {reads} vectors in a row: {told}.")
     return model.config.input_dim
 
 
 def _made_up(model: Transformer) -> Tensor:
-    """The step from an input at position 1 to the one at position 2 that is embedded as the same vector."""
+    """The step from an input at position 1 to the one at position 2 that is embedded as the same
+    vector."""
     if not model.config.has_limit or torch.equal(model.positions[0], model.positions[1]):
         raise InputError("this model has p1 = p2: the statement is about models with p1 != p2.")
     assert model.read_in is not None
@@ -320,7 +398,8 @@ def _made_up(model: Transformer) -> Tensor:
         step += torch.linalg.lstsq(weight, (gap - weight @ step)[:, None]).solution[:, 0]
     if (gap - weight @ step).norm() > 1e-9 * gap.norm():
         raise InputError(
-            "no two inputs of this model make up for p1 - p2, so the theorem says nothing about it: it is about inputs that "
+            "no two inputs of this model make up for p1 - p2, so the theorem says nothing about "
+            "it: it is about inputs that "
             "positions are added to directly (input_dim = width and an invertible read_in)."
         )
     return step
@@ -332,7 +411,9 @@ def _encode(model: Transformer, x_TD: Tensor) -> Tensor:
 
 
 def _draw(seed: int, count: int, size: int) -> Tensor:
-    return torch.randn(count, size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        count, size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def _fractions(x_TD: Tensor) -> list[Vector]:

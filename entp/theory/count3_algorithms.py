@@ -10,14 +10,17 @@ Count3(x_1..x_n) = |{(i, j) in [n]^2 : x_i + x_j + x_n = 0 mod n}| mod n        
     RunningTable                   n + 1           0            n counters of raw values, one changed per token
     AppendOnlyTable                O(n log n)      O(log n)     the same table, nothing ever overwritten
 
-The first three only read x. `blocked` with s = sqrt n takes neither n^2 steps nor n counters, so it is outside both branches of
-Conjecture con:ts2; its steps times its counters are still about 2n^2. The last three show what that product rests on: x may not
-be overwritten, and nothing may be kept from shorter lengths. (The two tables' lines hold for values below n.)
+The first three only read x. `blocked` with s = sqrt n takes neither n^2 steps nor n counters, so it
+is outside both branches of Conjecture con:ts2; its steps times its counters are still about 2n^2.
+The last three show what that product rests on: x may not be overwritten, and nothing may be kept
+from shorter lengths. (The two tables' lines hold for values below n.)
 
-A step is one turn of an inner loop: it reads one x_i, does O(1) arithmetic modulo n, and touches at most one counter. A pass
-over x is written as a few numpy operations and counts n steps, one for each x_i; numpy's temporaries stand for the scalars that
-the loop would reuse. The versions called `plain_` run one step at a time and must count the same. Reduction modulo n is done
-again in every pass, because a reduced copy of x would be n values. Zeroing a table is not counted: at most n + s steps in all.
+A step is one turn of an inner loop: it reads one x_i, does O(1) arithmetic modulo n, and touches at
+most one counter. A pass over x is written as a few numpy operations and counts n steps, one for
+each x_i; numpy's temporaries stand for the scalars that the loop would reuse. The versions called
+`plain_` run one step at a time and must count the same. Reduction modulo n is done again in every
+pass, because a reduced copy of x would be n values. Zeroing a table is not counted: at most n + s
+steps in all.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ class Counted:
     time: int
     """Steps done once x_n is known."""
     space: int
-    """Most counters alive at once that were made for this length; a fixed number of scalars is not counted."""
+    """Most counters alive at once that were made for this length; a fixed number of scalars is not
+    counted."""
     shared: int = 0
     """Cells kept from shorter lengths, none of them a function of n."""
 
@@ -103,8 +107,8 @@ def linear(x: Sequence[int] | np.ndarray) -> Counted:
 def blocked(x: Sequence[int] | np.ndarray, s: int) -> Counted:
     """The linear algorithm on s residues at a time: 2n ceil(n/s) steps, s counters.
 
-    For each of the ceil(n/s) blocks of residues, one pass counts the -x_j mod n inside the block and a second adds the counters
-    that are hit by an x_i + x_n mod n. blocked(x, n) is linear(x).
+    For each of the ceil(n/s) blocks of residues, one pass counts the -x_j mod n inside the block
+    and a second adds the counters that are hit by an x_i + x_n mod n. blocked(x, n) is linear(x).
     """
     x, n, last = _read(x)
     meter, count = Meter(), 0
@@ -163,9 +167,11 @@ def plain_blocked(x: Sequence[int] | np.ndarray, s: int) -> Counted:
 
 
 def in_place(x: Sequence[int] | np.ndarray) -> Counted:
-    """Reduce and sort x where it lies, then walk it from both ends: O(n log n) steps, no counters, but x is overwritten.
+    """Reduce and sort x where it lies, then walk it from both ends: O(n log n) steps, no counters,
+    but x is overwritten.
 
-    The caller's x is copied first and stays as it is; the copy stands for an input that may be written to.
+    The caller's x is copied first and stays as it is; the copy stands for an input that may be
+    written to.
     """
     x, n, last = _read(x)
     meter, cells = Meter(), x.tolist()
@@ -215,9 +221,11 @@ def _pairs(cells: list[int], total: int, meter: Meter) -> int:
 
 
 class RunningTable:
-    """Count3 after every token from one table that all lengths share: how often each raw value 0..values-1 has come.
+    """Count3 after every token from one table that all lengths share: how often each raw value
+    0..values-1 has come.
 
-    No cell is a function of n, and one cell changes per token. An answer looks up, for each x_i, every raw value that is
+    No cell is a function of n, and one cell changes per token. An answer looks up, for each x_i,
+    every raw value that is
     -(x_i + x_n) modulo n: at most n ceil(values/n) steps after the one that adds x_n, and no counter made for this length.
     """
 
@@ -262,7 +270,8 @@ class RunningTable:
         self.table[value] += 1
 
     def _look_up(self, raw: np.ndarray, meter: Meter) -> np.ndarray:
-        """How often each of these raw values has come; the first touch of each was counted with its x_i."""
+        """How often each of these raw values has come; the first touch of each was counted with its
+        x_i."""
         return self.table[raw]
 
     def _cells(self) -> int:
@@ -270,16 +279,22 @@ class RunningTable:
 
 
 class AppendOnlyTable(RunningTable):
-    """The running table in memory that is never overwritten, as a decoder's keys and values are not.
+    """The running table in memory that is never overwritten, as a decoder's keys and values are
+    not.
 
-    The table is a binary tree over the raw values, with the counts in its leaves. A token adds a new copy of the path from the
-    root to its leaf, ceil(log2(values)) + 1 nodes, and shares everything else with the tree before it. A look-up walks down
-    from the newest root, a step for each node. Space is counted in nodes: two pointers and a count each.
+    The table is a binary tree over the raw values, with the counts in its leaves. A token adds a
+    new copy of the path from the root to its leaf, ceil(log2(values)) + 1 nodes, and shares
+    everything else with the tree before it. A look-up walks down from the newest root, a step for
+    each node. Space is counted in nodes: two pointers and a count each.
     """
 
     def _make(self) -> None:
         self.depth = (self.values - 1).bit_length()
-        self.left, self.right, self.count = [0], [0], [0]  # node 0 is the empty tree: its children are itself
+        self.left, self.right, self.count = (
+            [0],
+            [0],
+            [0],
+        )  # node 0 is the empty tree: its children are itself
         self.root = 0
 
     def _add(self, value: int) -> None:
@@ -318,7 +333,8 @@ def _read(x: Sequence[int] | np.ndarray) -> tuple[np.ndarray, int, int]:
     x = np.asarray(x)
     if x.ndim != 1 or len(x) == 0 or not np.can_cast(x.dtype, np.int64):
         raise InputError(
-            f"Count3 got an array of shape {x.shape} and type {x.dtype}: give one sequence of at least 1 whole number."
+            f"Count3 got an array of shape {x.shape} and type {x.dtype}: give one sequence of at "
+            "least 1 whole number."
         )
     return x.astype(np.int64), len(x), int(x[-1]) % len(x)
 

@@ -1,11 +1,15 @@
-"""Attention in O(D) memory: the paper's algorithm as printed, a stable one, and how much memory each really takes.
+"""Attention in O(D) memory: the paper's algorithm as printed, a stable one, and how much memory
+each really takes.
 
-    y = attend_as_printed(q[-1], k, v)                   # one query, exp(q k) summed as it is: overflows for large scores
-    y = attend_streaming(q, k, v, scale=0.125)           # all queries, with a running maximum: any scores
-    working_memory(1024, width=8)                        # bytes besides inputs and output, no more than for n = 32
+    # one query, exp(q k) summed as it is: overflows for large scores
+    y = attend_as_printed(q[-1], k, v)
+    # all queries, with a running maximum: any scores
+    y = attend_streaming(q, k, v, scale=0.125)
+    # bytes besides inputs and output, no more than for n = 32
+    working_memory(1024, width=8)
 
-The paper needs it for its table of complexities: with it an encoder's additional memory per token is O(nD) and a decoder's
-O(D), where attention that writes all scores down takes O(n²) and O(n).
+The paper needs it for its table of complexities: with it an encoder's additional memory per token
+is O(nD) and a decoder's O(D), where attention that writes all scores down takes O(n²) and O(n).
 
 Names: n keys, d size of queries and keys, D size of values.
 """
@@ -22,13 +26,16 @@ from torch.profiler import ProfilerActivity, profile
 from entp.errors import InputError
 
 BLOCK = 16
-"""Queries, and keys, that are taken at a time unless told. 1 is the paper's loop; more saves time and is still O(D)."""
+"""Queries, and keys, that are taken at a time unless told. 1 is the paper's loop; more saves time
+and is still O(D)."""
 
 
 def attend_as_printed(q_d: Tensor, k_nd: Tensor, v_nD: Tensor) -> Tensor:
-    """One query over n keys exactly as the paper prints it (Algorithm "Implementation of Attention Using O(D) Memory").
+    """One query over n keys exactly as the paper prints it (Algorithm "Implementation of Attention
+    Using O(D) Memory").
 
-    exp(q k) is summed as it is: in float64 a score of 710 gives inf / inf, and scores that are all below -745 give 0 / 0.
+    exp(q k) is summed as it is: in float64 a score of 710 gives inf / inf, and scores that are all
+    below -745 give 0 / 0.
     """
     a_D = v_nD.new_zeros(v_nD.shape[1])
     b = v_nD.new_zeros(())
@@ -40,25 +47,47 @@ def attend_as_printed(q_d: Tensor, k_nd: Tensor, v_nD: Tensor) -> Tensor:
 
 
 def attend_streaming(
-    q_md: Tensor, k_nd: Tensor, v_nD: Tensor, scale: float = 1.0, causal: bool = False, block: int = BLOCK
+    q_md: Tensor,
+    k_nd: Tensor,
+    v_nD: Tensor,
+    scale: float = 1.0,
+    causal: bool = False,
+    block: int = BLOCK,
 ) -> Tensor:
-    """softmax(scale q k^T) v, (m, D), a block of queries and a block of keys at a time: O(block (block + D)) memory.
+    """softmax(scale q k^T) v, (m, D), a block of queries and a block of keys at a time: O(block
+    (block + D)) memory.
 
-    As printed but relative to the largest score so far: when that grows, both sums shrink by what it grew.
+    As printed but relative to the largest score so far: when that grows, both sums shrink by what
+    it grew.
     causal: query i sees keys 0..i. block: 1 takes one query and one key at a time.
     """
-    if q_md.ndim != 2 or k_nd.ndim != 2 or v_nD.ndim != 2 or q_md.shape[1] != k_nd.shape[1] or len(k_nd) != len(v_nD):
+    if (
+        q_md.ndim != 2
+        or k_nd.ndim != 2
+        or v_nD.ndim != 2
+        or q_md.shape[1] != k_nd.shape[1]
+        or len(k_nd) != len(v_nD)
+    ):
         shapes = ", ".join(str(tuple(x.shape)) for x in (q_md, k_nd, v_nD))
-        raise InputError(f"attention needs queries (m, d), keys (n, d) and values (n, D), got {shapes}.")
+        raise InputError(
+            f"attention needs queries (m, d), keys (n, d) and values (n, D), got {shapes}."
+        )
     if len(k_nd) < 1 or block < 1:
-        raise InputError(f"attention needs at least one key and a block of at least 1, got {len(k_nd)} keys, block {block}.")
+        raise InputError(
+            f"attention needs at least one key and a block of at least 1, got {len(k_nd)} keys, "
+            f"block {block}."
+        )
     y_mD = v_nD.new_empty(len(q_md), v_nD.shape[1])
     for start in range(0, len(q_md), block):
-        y_mD[start : start + block] = _some_queries(q_md[start : start + block], k_nd, v_nD, scale, start, causal, block)
+        y_mD[start : start + block] = _some_queries(
+            q_md[start : start + block], k_nd, v_nD, scale, start, causal, block
+        )
     return y_mD
 
 
-def _some_queries(q_bd: Tensor, k_nd: Tensor, v_nD: Tensor, scale: float, start: int, causal: bool, block: int) -> Tensor:
+def _some_queries(
+    q_bd: Tensor, k_nd: Tensor, v_nD: Tensor, scale: float, start: int, causal: bool, block: int
+) -> Tensor:
     """The outputs of a block of queries, of which the first is number `start`."""
     a_bD = v_nD.new_zeros(len(q_bd), v_nD.shape[1])
     b_b = v_nD.new_zeros(len(q_bd), 1)
@@ -67,7 +96,9 @@ def _some_queries(q_bd: Tensor, k_nd: Tensor, v_nD: Tensor, scale: float, start:
     for first in range(0, seen, block):
         k_cd, v_cD = k_nd[first : min(first + block, seen)], v_nD[first : min(first + block, seen)]
         scores_bc = (q_bd @ k_cd.T) * scale
-        if causal and first + len(k_cd) > start + 1:  # some query of the block does not see all of these keys
+        if (
+            causal and first + len(k_cd) > start + 1
+        ):  # some query of the block does not see all of these keys
             future = torch.ones_like(scores_bc, dtype=torch.bool).triu(start - first + 1)
             scores_bc = scores_bc.masked_fill(future, float("-inf"))
         higher_b = torch.maximum(top_b, scores_bc.amax(1, keepdim=True))
@@ -86,25 +117,36 @@ def attend_at_once(q_md: Tensor, k_nd: Tensor, v_nD: Tensor) -> Tensor:
 
 @torch.no_grad()
 def working_memory(
-    n: int, width: int, attend: Callable[[Tensor, Tensor, Tensor], Tensor] = attend_streaming, queries: int | None = None
+    n: int,
+    width: int,
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor] = attend_streaming,
+    queries: int | None = None,
 ) -> int:
-    """Most bytes that attention holds at once besides inputs and output: n keys and `queries` queries (or n), float64.
+    """Most bytes that attention holds at once besides inputs and output: n keys and `queries`
+    queries (or n), float64.
 
-    The peak less the size of the output, which is too little by that size if the output is not there yet at the peak.
+    The peak less the size of the output, which is too little by that size if the output is not
+    there yet at the peak.
     """
     generator = torch.Generator().manual_seed(0)
     many = n if queries is None else queries
-    q, k, v = (torch.randn(rows, width, generator=generator, dtype=torch.float64) for rows in (many, n, n))
+    q, k, v = (
+        torch.randn(rows, width, generator=generator, dtype=torch.float64) for rows in (many, n, n)
+    )
     return peak_bytes(lambda: attend(q, k, v)) - many * width * v.element_size()
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The most bytes of CPU memory that `work` holds at once of what it allocates itself, its result included.
+    """The most bytes of CPU memory that `work` holds at once of what it allocates itself, its
+    result included.
 
-    Taken from every single allocation and release that torch's allocator reports, so what an operation allocates inside
-    itself counts too. Work that has never run may allocate things that stay: run it once before.
+    Taken from every single allocation and release that torch's allocator reports, so what an
+    operation allocates inside itself counts too. Work that has never run may allocate things that
+    stay: run it once before.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler writes lines of its own to stderr
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "6"
+    )  # otherwise the profiler writes lines of its own to stderr
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = work()  # held until the end: it counts
     assert recorded.profiler is not None

@@ -1,7 +1,8 @@
 """The paper's RASP programs, each with its mask, its domain and every intermediate value by name.
 
-Encoder programs give the answer at every position; causal ones give, at each position, the answer for the prefix
-that ends there. `run` checks the domain first: outside it a program would give wrong numbers without a word.
+Encoder programs give the answer at every position; causal ones give, at each position, the answer
+for the prefix that ends there. `run` checks the domain first: outside it a program would give wrong
+numbers without a word.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from typing import Any
 import numpy as np
 
 from entp.errors import InputError, one_of
-from entp.table import format_table
+from entp.terminal import format_table
 from entp.theory.rasp import Rasp, equals, exact, true
 
 MODULUS = 128
 """Of Match3'."""
 REACH = 64
-"""count3 takes values below REACH * n: all tokens 0..63 of the paper's Count3 experiments, at every length."""
+"""count3 takes values below REACH * n: all tokens 0..63 of the paper's Count3 experiments, at every
+length."""
 EOS = -1
-"""The token that ends a prompt and the chain of thought. The paper leaves its value open; see `count3_cot`."""
+"""The token that ends a prompt and the chain of thought. The paper leaves its value open; see
+`count3_cot`."""
 
 
 def g(a: Any, b: Any) -> Any:
@@ -39,16 +42,21 @@ def count3_printed(r: Rasp, x: np.ndarray) -> np.ndarray:
     z = r.note("z", r.seq_map(x + last_x, n, g))  # (x_i + x_n) mod n
     partners = r.note("partners", r.sel_width(r.select(k=z, q=y, pred=equals)))
     one = r.full(x, 1)
-    count = r.note("count", r.kqv(k=one, q=one, v=partners * n, pred=equals))  # attention has means: n times for the sum
-    # count <= n^2, so that some position i holds the remainder count - i n, or n if count = n^2: then none is selected
+    count = r.note(
+        "count", r.kqv(k=one, q=one, v=partners * n, pred=equals)
+    )  # attention has means: n times for the sum
+    # count <= n^2, so that some position i holds the remainder count - i n, or n if count = n^2:
+    # then none is selected
     shifted = r.note("shifted", count - idxs * n)
     return r.kqv(k=shifted, q=n, v=shifted, pred=lambda a, b: 0 <= a < b)
 
 
 def count3(r: Rasp, x: np.ndarray) -> np.ndarray:
-    """Count3 for an encoder, for 0 <= x_i < 64 n: values are first reduced modulo n by g, then it is `count3_printed`.
+    """Count3 for an encoder, for 0 <= x_i < 64 n: values are first reduced modulo n by g, then it
+    is `count3_printed`.
 
-    g(a, 32 n), g(a, 16 n), ..., g(a, n) are six applications, however long the input is: still O(1) layers.
+    g(a, 32 n), g(a, 16 n), ..., g(a, n) are six applications, however long the input is: still O(1)
+    layers.
     """
     n = r.sel_width(r.select(k=x, q=x, pred=true))
     times = REACH
@@ -61,9 +69,10 @@ def count3(r: Rasp, x: np.ndarray) -> np.ndarray:
 def match3(r: Rasp, x: np.ndarray) -> np.ndarray:
     """Match3' for a decoder, for any x_i >= 0: right at every position.
 
-    The paper prints the causal mask for first_x only and none for the last two steps, so that a position sees what
-    comes after it: on 1, 126 the print gives 1, 1 where Match3' is 0, 1. Here all steps have the one mask. That loses
-    no pair: of i and j, the later one is a query that sees the earlier one as its key.
+    The paper prints the causal mask for first_x only and none for the last two steps, so that a
+    position sees what comes after it: on 1, 126 the print gives 1, 1 where Match3' is 0, 1. Here
+    all steps have the one mask. That loses no pair: of i and j, the later one is a query that sees
+    the earlier one as its key.
     """
     idxs = r.note("idxs", r.indices(x))
     first_x = r.note("first_x", r.kqv(k=idxs, q=r.full(x, 0), v=x, pred=equals))
@@ -76,17 +85,23 @@ def match3(r: Rasp, x: np.ndarray) -> np.ndarray:
 
 
 def count2(r: Rasp, x: np.ndarray) -> np.ndarray:
-    """Count2 for a decoder, for any x_i >= 0: right at every position; the same lines are right for an encoder.
+    """Count2 for a decoder, for any x_i >= 0: right at every position; the same lines are right for
+    an encoder.
 
-    The modulus is the length of the prefix, so that each query has its own. One select has to test x_i = -x_n mod n
-    with n and x_n both from the query, and a query is one number: it holds the two as n^2 + (-x_n mod n), which is
-    below (n + 1)^2 and so gives back n as its whole square root, in O(log n) bits. A select on n joined by "and" with
-    one on x_n could not do it: x_i = 1 has to pass for n, x_n = 2, 1 and for 3, 2, but not for 2, 2.
-    RASP allows any test in a select; where x_i < i at every i, two plain equalities are enough: x_i + x_n is 0 or n.
+    The modulus is the length of the prefix, so that each query has its own. One select has to test
+    x_i = -x_n mod n with n and x_n both from the query, and a query is one number: it holds the two
+    as n^2 + (-x_n mod n), which is below (n + 1)^2 and so gives back n as its whole square root, in
+    O(log n) bits. A select on n joined by "and" with one on x_n could not do it: x_i = 1 has to
+    pass for n, x_n = 2, 1 and for 3, 2, but not for 2, 2. RASP allows any test in a select; where
+    x_i < i at every i, two plain equalities are enough: x_i + x_n is 0 or n.
     """
     idxs = r.note("idxs", r.indices(x))
-    n = r.note("n", r.sel_width(r.select(k=x, q=x, pred=true)))  # under the causal mask: of the prefix
-    last_x = r.note("last_x", r.kqv(k=idxs, q=n - 1, v=x, pred=equals))  # under the causal mask: x itself
+    n = r.note(
+        "n", r.sel_width(r.select(k=x, q=x, pred=true))
+    )  # under the causal mask: of the prefix
+    last_x = r.note(
+        "last_x", r.kqv(k=idxs, q=n - 1, v=x, pred=equals)
+    )  # under the causal mask: x itself
     pair = r.note("pair", n * n + -last_x % n)
     count = r.note("count", r.sel_width(r.select(k=x, q=pair, pred=_completes)))
     return r.seq_map(count, n, g)
@@ -98,7 +113,8 @@ def _completes(key: int, pair: int) -> bool:
 
 
 def count3_cot(r: Rasp, x: np.ndarray) -> np.ndarray:
-    """Count3 by chain of thought for a decoder, for any x_i >= 0: the next token after each position.
+    """Count3 by chain of thought for a decoder, for any x_i >= 0: the next token after each
+    position.
 
     index   0 .. n-1   n     n+1 .. 2n        2n+1 .. 3n                    3n+1     3n+2
     token   x_1..x_n   EOS   -x_i mod n + 1   how many y_j match z_i        answer   EOS
@@ -112,7 +128,9 @@ def count3_cot(r: Rasp, x: np.ndarray) -> np.ndarray:
     """
     idxs = r.note("idxs", r.indices(x))
     n = r.kqv(k=x, q=r.full(x, EOS), v=idxs, pred=equals, reduction="min")
-    n = r.note("n", r.tok_map(n, lambda a: a if a else -2))  # before the EOS: a number that makes all masks false
+    n = r.note(
+        "n", r.tok_map(n, lambda a: a if a else -2)
+    )  # before the EOS: a number that makes all masks false
     last_x = r.note("last_x", r.kqv(k=idxs, q=n - 1, v=x, pred=equals))
     seq_len = r.note("seq_len", r.kqv(k=x, q=x, v=idxs, pred=true, reduction="max"))
     xi = r.note("xi", r.kqv(k=idxs, q=seq_len - n, v=x, pred=equals, reduction="max"))
@@ -124,9 +142,13 @@ def count3_cot(r: Rasp, x: np.ndarray) -> np.ndarray:
     z_write = r.note("z_write", (2 * n <= idxs) & (idxs < 3 * n))
     y_read = r.note("y_read", (n < idxs) & (idxs <= 2 * n))
     z_read = r.note("z_read", (2 * n < idxs) & (idxs <= 3 * n))
-    z_count = r.note("z_count", r.sel_width(r.select(k=x * y_read, q=z, pred=lambda a, b: a == b and a != 0)))
+    z_count = r.note(
+        "z_count", r.sel_width(r.select(k=x * y_read, q=z, pred=lambda a, b: a == b and a != 0))
+    )
     count = r.kqv(k=z_read, q=z_read, v=n * x * z_read, pred=lambda a, b: a & b)
-    answer = r.note("count", count) % n  # at index 3n the mean is over n positions: n times it is the sum
+    answer = (
+        r.note("count", count) % n
+    )  # at index 3n the mean is over n positions: n times it is the sum
     return y * y_write + z_count * z_write + answer * (idxs == 3 * n) + EOS * (idxs > 3 * n)
 
 
@@ -173,7 +195,8 @@ class ChainOfThought:
     answer: int
     """Count3 of the prompt."""
     trace: Trace
-    """The last pass, over all tokens but the final EOS: its outputs are the tokens one position on."""
+    """The last pass, over all tokens but the final EOS: its outputs are the tokens one position on.
+    """
 
     @property
     def generated(self) -> tuple[int, ...]:
@@ -189,7 +212,9 @@ def _refuse_outside(name: str, x: np.ndarray, below: int | None, allowed: str) -
 
 def _check_count3_printed(x: np.ndarray) -> None:
     n = len(x)
-    _refuse_outside("count3-printed", x, n, f"from 0 to n - 1 = {n - 1} (count3 takes those below {REACH} n)")
+    _refuse_outside(
+        "count3-printed", x, n, f"from 0 to n - 1 = {n - 1} (count3 takes those below {REACH} n)"
+    )
 
 
 def _check_count3(x: np.ndarray) -> None:
@@ -199,7 +224,10 @@ def _check_count3(x: np.ndarray) -> None:
 def _check_count3_cot(x: np.ndarray) -> None:
     ends = [i for i, v in enumerate(x) if v == EOS]
     if not ends or ends[0] == 0:
-        raise InputError(f"count3-cot takes at least one number and then EOS ({EOS}): use chain_of_thought, which adds it.")
+        raise InputError(
+            f"count3-cot takes at least one number and then EOS ({EOS}): use chain_of_thought, "
+            "which adds it."
+        )
     _refuse_outside("count3-cot", np.where(x == EOS, 0, x), None, f"from 0 on, and EOS ({EOS})")
 
 
@@ -273,18 +301,24 @@ def _tokens(name: str, x: Any) -> np.ndarray:
 
 
 def chain_of_thought(x: Any) -> ChainOfThought:
-    """Count3 of any whole numbers from 0 on by a decoder: `count3_cot` token by token, until it gives EOS."""
+    """Count3 of any whole numbers from 0 on by a decoder: `count3_cot` token by token, until it
+    gives EOS."""
     prompt = _tokens("count3-cot", x)
     _refuse_outside("count3-cot", prompt, None, "from 0 on in a prompt")
     n, tokens = len(prompt), [*prompt, EOS]
     while (trace := run("count3-cot", tokens)).answer != EOS:
         tokens.append(trace.answer)
-    y, z_count, (answer,) = tokens[n + 1 : 2 * n + 1], tokens[2 * n + 1 : 3 * n + 1], tokens[3 * n + 1 :]
+    y, z_count, (answer,) = (
+        tokens[n + 1 : 2 * n + 1],
+        tokens[2 * n + 1 : 3 * n + 1],
+        tokens[3 * n + 1 :],
+    )
     return ChainOfThought(tuple(prompt), tuple(y), tuple(z_count), answer, trace)
 
 
 def trace_table(trace: Trace) -> str:
-    """A plain table with a column for each position: x, each intermediate value by name, and the output."""
+    """A plain table with a column for each position: x, each intermediate value by name, and the
+    output."""
     rows = {"x": trace.x, **trace.named, "output": trace.output}
     head = ["index", *(str(i) for i in range(len(trace.x)))]
     return format_table(head, [[name, *(str(v) for v in values)] for name, values in rows.items()])

@@ -1,4 +1,5 @@
-"""RASP, the small language of sequence operations in which the paper writes its programs, in exact arithmetic.
+"""RASP, the small language of sequence operations in which the paper writes its programs, in exact
+arithmetic.
 
 A program is an ordinary function of an evaluation and a sequence:
 
@@ -8,8 +9,9 @@ def how_many_so_far(r: Rasp, x: np.ndarray) -> np.ndarray:
 how_many_so_far(Rasp("causal"), np.array([7, 7, 5, 7]))   # 1 2 1 3
 how_many_so_far(Rasp("encoder"), np.array([7, 7, 5, 7]))  # 3 3 1 3
 
-Sequences are one-dimensional arrays of Python integers or fractions, so that nothing overflows and nothing is rounded;
-plus, minus, times, comparison and remainder of two sequences are numpy's, position by position.
+Sequences are one-dimensional arrays of Python integers or fractions, so that nothing overflows and
+nothing is rounded; plus, minus, times, comparison and remainder of two sequences are numpy's,
+position by position.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ def true(key: Any, query: Any) -> bool:
 
 
 def exact(values: Any) -> np.ndarray:
-    """Whole numbers or fractions as a sequence of Python's own; a fraction that is whole becomes an integer."""
+    """Whole numbers or fractions as a sequence of Python's own; a fraction that is whole becomes an
+    integer."""
     given = np.asarray(values, dtype=object)
     if given.ndim != 1:
         raise InputError(f"a RASP sequence has one dimension: got {given.ndim}.")
@@ -68,10 +71,12 @@ REDUCTIONS: dict[str, Callable[[list[Any]], Any]] = {"mean": _mean, "max": max, 
 
 
 class Rasp:
-    """One evaluation of RASP programs under one mask, which keeps the intermediate values that programs name.
+    """One evaluation of RASP programs under one mask, which keeps the intermediate values that
+    programs name.
 
-    The mask belongs to the evaluation and holds for every select in it, as in a Transformer: no operation can step
-    out of it. "encoder": every position sees all positions; "causal": a position sees itself and those before it.
+    The mask belongs to the evaluation and holds for every select in it, as in a Transformer: no
+    operation can step out of it. "encoder": every position sees all positions; "causal": a position
+    sees itself and those before it.
     """
 
     def __init__(self, mask: str) -> None:
@@ -102,10 +107,13 @@ class Rasp:
         return exact([f(a, b) for a, b in zip(exact(x), exact(y), strict=True)])
 
     def select(self, k: np.ndarray, q: np.ndarray, pred: Predicate) -> np.ndarray:
-        """Which keys each position selects: a boolean matrix [query, key], nothing outside the mask."""
+        """Which keys each position selects: a boolean matrix [query, key], nothing outside the
+        mask."""
         keys, queries = exact(k), exact(q)
         if len(keys) != len(queries):
-            raise InputError(f"keys and queries are of one sequence: got {len(keys)} and {len(queries)} of them.")
+            raise InputError(
+                f"keys and queries are of one sequence: got {len(keys)} and {len(queries)} of them."
+            )
         selected = np.frompyfunc(pred, 2, 1)(keys[None, :], queries[:, None]).astype(bool)
         return np.tril(selected) if self.mask == "causal" else selected
 
@@ -113,15 +121,24 @@ class Rasp:
         """How many keys each position selects."""
         return exact(selector.sum(axis=1))
 
-    def aggr(self, selector: np.ndarray, v: np.ndarray, reduction: str = "mean", default: int = 0) -> np.ndarray:
-        """The mean, max or min of the values each position selects; the default where it selects none."""
+    def aggr(
+        self, selector: np.ndarray, v: np.ndarray, reduction: str = "mean", default: int = 0
+    ) -> np.ndarray:
+        """The mean, max or min of the values each position selects; the default where it selects
+        none."""
         if reduction not in REDUCTIONS:
             raise one_of("reduction", reduction, REDUCTIONS)
         values, reduce = exact(v), REDUCTIONS[reduction]
         return exact([reduce(values[row].tolist()) if row.any() else default for row in selector])
 
     def kqv(
-        self, k: np.ndarray, q: np.ndarray, v: np.ndarray, pred: Predicate, reduction: str = "mean", default: int = 0
+        self,
+        k: np.ndarray,
+        q: np.ndarray,
+        v: np.ndarray,
+        pred: Predicate,
+        reduction: str = "mean",
+        default: int = 0,
     ) -> np.ndarray:
         """Select, then aggregate: one attention head."""
         return self.aggr(self.select(k, q, pred), v, reduction, default)

@@ -1,7 +1,9 @@
-"""Every statement of the paper's theory, how it was checked and what came of it: what `entp theory` prints.
+"""Every statement of the paper's theory, how it was checked and what came of it: what `entp theory`
+prints.
 
-A check does the work when it is called and returns how it checked and what it found. `expected` is what this project's
-documents say (docs/theory.md); another verdict is a fault, and the command says so.
+A check does the work when it is called and returns how it checked and what it found. `expected` is
+what this project's documents say (docs/theory.md); another verdict is a fault, and the command says
+so.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from entp.table import format_table
 from entp.tasks.counting import Count3, count3_next, match3_labels
+from entp.terminal import format_table
 from entp.theory import complexity, constructions, linear_memory, tradeoff
 from entp.theory.compiled import answers, count3
 from entp.theory.count3_algorithms import linear, quadratic
@@ -48,18 +50,29 @@ def _verdict(holds: bool) -> str:
 
 def _decoder_is_causal() -> Checked:
     models = [_random(seed) for seed in range(12)]
-    found = [constructions.decoder_is_causal(model, _vectors(seed)) for seed, model in enumerate(models)]
+    found = [
+        constructions.decoder_is_causal(model, _vectors(seed)) for seed, model in enumerate(models)
+    ]
     return Checked(f"random: {len(found)} models, float64", _verdict(all(f.holds for f in found)))
 
 
 def _one_layer() -> Checked:
-    found = [constructions.one_layer_is_one_function(_random(s, layers=1), _vectors(s), 1 + s % 6) for s in range(12)]
-    return Checked(f"random: {len(found)} models, entp, decoder and prefix", _verdict(all(f.holds for f in found)))
+    found = [
+        constructions.one_layer_is_one_function(_random(s, layers=1), _vectors(s), 1 + s % 6)
+        for s in range(12)
+    ]
+    return Checked(
+        f"random: {len(found)} models, entp, decoder and prefix",
+        _verdict(all(f.holds for f in found)),
+    )
 
 
 def _decoder_beyond_encoders() -> Checked:
     for layers, width in itertools.product((2, 3, 5), (1, 2, 4)):
-        x = [[Fraction(int(v), 7) for v in row] for row in np.random.default_rng(width).integers(-50, 50, (3, width))]
+        x = [
+            [Fraction(int(v), 7) for v in row]
+            for row in np.random.default_rng(width).integers(-50, 50, (3, width))
+        ]
         one, two, three = constructions.exact_decoder(x, layers)
         exact = (
             one == [4 * a for a in x[0]]
@@ -69,13 +82,20 @@ def _decoder_beyond_encoders() -> Checked:
         if not exact:
             return Checked("exact", "FAILS")
     found = [constructions.collapses_for_any_encoder(_random(seed), seed) for seed in range(12)]
-    found += [constructions.order_matters(_random(seed, position="none"), seed) for seed in range(12)]
-    return Checked("exact: fractions, L 2 to 5, D 1 to 4; random: 24 encoders", _verdict(all(f.holds for f in found)))
+    found += [
+        constructions.order_matters(_random(seed, position_embedding="none"), seed) for seed in range(12)
+    ]
+    return Checked(
+        "exact: fractions, L 2 to 5, D 1 to 4; random: 24 encoders",
+        _verdict(all(f.holds for f in found)),
+    )
 
 
 def _encoder_beyond_decoders() -> Checked:
     found = [constructions.repeats_for_any_decoder(_random(seed)) for seed in range(12)]
-    return Checked(f"random: {len(found)} decoders; beta by formula", _verdict(all(f.holds for f in found)))
+    return Checked(
+        f"random: {len(found)} decoders; beta by formula", _verdict(all(f.holds for f in found))
+    )
 
 
 def _algorithms() -> Checked:
@@ -83,7 +103,10 @@ def _algorithms() -> Checked:
     right = all(quadratic(x).value == linear(x).value == count3_next(x[None])[0] for x in rows)
     n = 64
     counts = [(a.time, a.space) for a in (quadratic(np.arange(n)), linear(np.arange(n)))]
-    return Checked(_exhaustive(5, 40) + "; steps counted", _verdict(right and counts == [(n * n, 0), (2 * n, n)]))
+    return Checked(
+        _exhaustive(5, 40) + "; steps counted",
+        _verdict(right and counts == [(n * n, 0), (2 * n, n)]),
+    )
 
 
 @functools.cache
@@ -95,8 +118,16 @@ def _tradeoff() -> dict[str, Any]:
 def _conjecture() -> Checked:
     result = _tradeoff()
     n = max(result["lengths"])
-    rows = [row for row in result["rows"] if row["n"] == n and row["algorithm"] == "blocked" and row["s"] == tradeoff.root(n)]
-    neither = rows[0]["time"] < n * n / 16 and rows[0]["space"] < n / 16 and all(row["correct"] for row in result["rows"])
+    rows = [
+        row
+        for row in result["rows"]
+        if row["n"] == n and row["algorithm"] == "blocked" and row["s"] == tradeoff.root(n)
+    ]
+    neither = (
+        rows[0]["time"] < n * n / 16
+        and rows[0]["space"] < n / 16
+        and all(row["correct"] for row in result["rows"])
+    )
     how = f"run: {rows[0]['time'] / n**2:.3f} n² steps and {rows[0]['space'] / n:.3f} n counters at n = {n}"
     return Checked(how, "refuted" if neither else "not refuted")
 
@@ -113,7 +144,9 @@ def _lemma_decoder() -> Checked:
 def _compiled() -> Checked:
     model = count3(64)
     right = all(np.array_equal(answers(model, x), count3_next(x)) for x in _batches(5, 300, 64))
-    how = f"weights: {model.config.layers} layers, width {model.config.width}; {_exhaustive(5, 300)}"
+    how = (
+        f"weights: {model.config.layers} layers, width {model.config.width}; {_exhaustive(5, 300)}"
+    )
     return Checked(how, _verdict(right))
 
 
@@ -126,16 +159,20 @@ def _compiled_causal() -> Checked:
 
 
 def _compiled_generates() -> Checked:
-    from entp.engine.generate import generate
+    from entp.engine.generation.generate import generate
 
     seeds = np.random.default_rng(1).integers(0, 64, (8, 16))
     got = generate(count3(64, ratio=4), torch.from_numpy(seeds), 48).numpy()
-    return Checked("random 8: seeds of 16 integers continued to 64", _verdict(np.array_equal(got, Count3().extend(seeds))))
+    return Checked(
+        "random 8: seeds of 16 integers continued to 64",
+        _verdict(np.array_equal(got, Count3().extend(seeds))),
+    )
 
 
 def _rasp_count3() -> Checked:
     right = all(
-        run("count3-printed", x).answer == count3_next(x[None])[0] for x in [*_short_sequences(4), *_random_rows(20, 40)]
+        run("count3-printed", x).answer == count3_next(x[None])[0]
+        for x in [*_short_sequences(4), *_random_rows(20, 40)]
     )
     return Checked(_exhaustive(4, 20), _verdict(right))
 
@@ -144,8 +181,13 @@ def _rasp_count3_domain() -> Checked:
     from entp.theory.programs import count3_printed as program
 
     x = np.random.default_rng(0).integers(0, 64, (50, 16))
-    wrong = sum(program(Rasp("encoder"), row.astype(object))[-1] != want for row, want in zip(x, count3_next(x), strict=True))
-    right = all(run("count3", row).answer == want for row, want in zip(x, count3_next(x), strict=True))
+    wrong = sum(
+        program(Rasp("encoder"), row.astype(object))[-1] != want
+        for row, want in zip(x, count3_next(x), strict=True)
+    )
+    right = all(
+        run("count3", row).answer == want for row, want in zip(x, count3_next(x), strict=True)
+    )
     how = f"random 50: {wrong} wrong as printed, none if x is reduced mod n first"
     return Checked(how, "fails as printed" if wrong and right else "FAILS")
 
@@ -153,7 +195,10 @@ def _rasp_count3_domain() -> Checked:
 def _rasp_match3() -> Checked:
     rng = np.random.default_rng(0)
     x = np.concatenate([rng.integers(0, 128, (20, 24)), np.tile([1, 126], (1, 12))])
-    right = all(list(run("match3", row).output) == list(want) for row, want in zip(x, match3_labels(x, 128), strict=True))
+    right = all(
+        list(run("match3", row).output) == list(want)
+        for row, want in zip(x, match3_labels(x, 128), strict=True)
+    )
     return Checked("random 21, every position, one causal mask", _verdict(right))
 
 
@@ -169,16 +214,24 @@ def _relu_form_of_g() -> Checked:
 
     half = Fraction(1, 2)
     pairs = [(a, b) for b in range(1, 33) for a in range(2 * b)]
-    right = all(relu(a - 4 * b * relu(a - b + half)) + relu(Fraction(a - b)) == g(a, b) for a, b in pairs)
+    right = all(
+        relu(a - 4 * b * relu(a - b + half)) + relu(Fraction(a - b)) == g(a, b) for a, b in pairs
+    )
     return Checked(f"exact: all {len(pairs)} pairs with b <= 32", _verdict(right))
 
 
 def _linear_memory() -> Checked:
-    q, k, v = (torch.randn(24, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(s)) for s in range(3))
+    q, k, v = (
+        torch.randn(24, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(s))
+        for s in range(3)
+    )
     difference = 0.0
     for size in (1, 40):  # the second makes scores of thousands
         want = torch.nn.functional.scaled_dot_product_attention(size * q, size * k, v, scale=1.0)
-        difference = max(difference, float((linear_memory.attend_streaming(size * q, size * k, v) - want).abs().max()))
+        difference = max(
+            difference,
+            float((linear_memory.attend_streaming(size * q, size * k, v) - want).abs().max()),
+        )
     short, long = (linear_memory.working_memory(n, 16) for n in (32, 256))
     how = f"random, scores up to thousands: {difference:.0e} from SDPA; {long} bytes at n = 256, {short} at 32"
     return Checked(how, _verdict(difference < 1e-12 and short == long))
@@ -187,7 +240,10 @@ def _linear_memory() -> Checked:
 def _linear_memory_printed() -> Checked:
     q, k, v = (torch.full((2, 1), c, dtype=torch.float64) for c in (40.0, 40.0, 1.0))
     printed = linear_memory.attend_as_printed(q[-1], k, v)
-    return Checked("exp of a score of 1600", "overflows" if not bool(printed.isfinite().all()) else "does not overflow")
+    return Checked(
+        "exp of a score of 1600",
+        "overflows" if not bool(printed.isfinite().all()) else "does not overflow",
+    )
 
 
 def _complexity() -> Checked:
@@ -201,23 +257,50 @@ STATEMENTS = (
     Statement("thm:dyen", "some decoder equals no encoder", _decoder_beyond_encoders),
     Statement("thm:eydn", "some encoder equals no decoder with p1 != p2", _encoder_beyond_decoders),
     Statement("tab:cc", "per token: n² and n time, n and 1 additional space", _complexity),
-    Statement("alg:linear-memory-attn", "attention in O(D) memory (with a running maximum)", _linear_memory),
-    Statement("alg:linear-memory-attn", "the same as printed, without a maximum", _linear_memory_printed, "overflows"),
-    Statement("alg:tc1, alg:tc2", "Count3 in n² time and no space, 2 n time and n space", _algorithms),
+    Statement(
+        "alg:linear-memory-attn",
+        "attention in O(D) memory (with a running maximum)",
+        _linear_memory,
+    ),
+    Statement(
+        "alg:linear-memory-attn",
+        "the same as printed, without a maximum",
+        _linear_memory_printed,
+        "overflows",
+    ),
+    Statement(
+        "alg:tc1, alg:tc2", "Count3 in n² time and no space, 2 n time and n space", _algorithms
+    ),
     Statement("con:ts2", "Count3 needs n² time or n space of its own", _conjecture, "refuted"),
-    Statement("lem:conjl2", "given that, a decoder needs n layers", _lemma_decoder, "open: its premise is refuted"),
+    Statement(
+        "lem:conjl2",
+        "given that, a decoder needs n layers",
+        _lemma_decoder,
+        "open: its premise is refuted",
+    ),
     Statement("lem:enc-bound", "an encoder of fixed size computes Count3", _compiled),
     Statement("lem:enc-bound", "the same weights are no decoder", _compiled_causal),
     Statement("eq:auto", "and they continue the paper's own sequences", _compiled_generates),
     Statement("sec:enc-bound-proof", "g(a, b) by ReLU", _relu_form_of_g),
     Statement("alg:rasp_count_triplets", "Count3 in RASP, x < n", _rasp_count3),
-    Statement("alg:rasp_count_triplets", "the same on the experiments' values", _rasp_count3_domain, "fails as printed"),
+    Statement(
+        "alg:rasp_count_triplets",
+        "the same on the experiments' values",
+        _rasp_count3_domain,
+        "fails as printed",
+    ),
     Statement("alg:rasp_has_triplet", "Match3' in RASP for a decoder", _rasp_match3),
-    Statement("alg:rasp_count_triplets_cot", "Count3 by a decoder with chain of thought", _rasp_chain_of_thought),
+    Statement(
+        "alg:rasp_count_triplets_cot",
+        "Count3 by a decoder with chain of thought",
+        _rasp_chain_of_thought,
+    ),
 )
 
 
-def check_all(progress: Callable[[int, str], None] = lambda done, label: None) -> list[dict[str, Any]]:
+def check_all(
+    progress: Callable[[int, str], None] = lambda done, label: None,
+) -> list[dict[str, Any]]:
     """Check every statement; returns what the table shows, and whether it is as expected."""
     found = []
     for number, statement in enumerate(STATEMENTS):
@@ -241,7 +324,11 @@ def report(found: list[dict[str, Any]]) -> str:
     head = ["label", "statement", "checked", "verdict"]
     table = format_table(head, [[row[name] for name in head] for row in found], left=True)
     odd = [row["label"] for row in found if not row["as_expected"]]
-    end = f"NOT as docs/theory.md says: {', '.join(odd)}" if odd else f"all {len(found)} as docs/theory.md says"
+    end = (
+        f"NOT as docs/theory.md says: {', '.join(odd)}"
+        if odd
+        else f"all {len(found)} as docs/theory.md says"
+    )
     return f"{table}\n\n{end}"
 
 
@@ -252,7 +339,9 @@ def _random(seed: int, **config: Any) -> Any:
 
 
 def _vectors(seed: int) -> torch.Tensor:
-    return torch.randn(2, 7, (4, 8)[seed % 2], dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        2, 7, (4, 8)[seed % 2], dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def _short_sequences(longest: int) -> Iterator[np.ndarray]:

@@ -1,7 +1,9 @@
-"""Time against space for Count3: what the algorithms of count3_algorithms.py took, as a table and a picture.
+"""Time against space for Count3: what the algorithms of count3_algorithms.py took, as a table and a
+picture.
 
-Conjecture con:ts2 says that an algorithm for Count3 takes order n^2 steps once it has x_n, or order n values that belong to
-this n alone. The counted steps and counters of `blocked` show points below both lines, further below the larger n is.
+Conjecture con:ts2 says that an algorithm for Count3 takes order n^2 steps once it has x_n, or order
+n values that belong to this n alone. The counted steps and counters of `blocked` show points below
+both lines, further below the larger n is.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ import numpy as np
 import torch
 
 from entp.errors import InputError
-from entp.figures import save_figure
-from entp.table import format_table
+from entp.report.style import save_figure
 from entp.tasks.counting import count3_next
+from entp.terminal import format_table
 from entp.theory import count3_algorithms as algorithms
 from entp.theory.count3_algorithms import Counted
-from entp.training.metrics import environment
+from entp.training.loggers import environment
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 READ_ONLY = ("quadratic", "linear", "blocked")
@@ -30,13 +32,16 @@ OTHER = ("in place", "running table", "append-only table")
 
 
 def measure(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> dict[str, Any]:
-    """Run every algorithm on one random sequence of each length, values below n, and fit powers of n to what they took.
+    """Run every algorithm on one random sequence of each length, values below n, and fit powers of
+    n to what they took.
 
     `time_space` is time times space over n^2, a space of 0 taken as 1. `correct` is equality with `entp.tasks.counting`.
     """
     lengths = sorted(set(lengths))
     if len(lengths) < 2 or lengths[0] < 2:
-        raise InputError(f"lengths are {lengths}: give at least two different ones, each at least 2.")
+        raise InputError(
+            f"lengths are {lengths}: give at least two different ones, each at least 2."
+        )
     rows = [row for n in lengths for row in _rows(n, seed)]
     return {
         "environment": environment(torch.device("cpu"), 1),
@@ -81,7 +86,10 @@ def _runs(x: np.ndarray) -> Iterator[tuple[str, int | None, Counted]]:
     for s in block_sizes(len(x)):
         yield "blocked", s, algorithms.blocked(x, s)
     yield "in place", None, algorithms.in_place(x)
-    for name, make in (("running table", algorithms.RunningTable), ("append-only table", algorithms.AppendOnlyTable)):
+    for name, make in (
+        ("running table", algorithms.RunningTable),
+        ("append-only table", algorithms.AppendOnlyTable),
+    ):
         table = make(len(x))
         table.extend(x)
         yield name, None, table.count3()
@@ -93,7 +101,8 @@ def _select(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 
 
 def _fit(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """The p of c n^p for time and for space, by least squares of logarithms; None for a space that is 0."""
+    """The p of c n^p for time and for space, by least squares of logarithms; None for a space that
+    is 0."""
     found = _select(rows, name)
 
     def power(what: str) -> float | None:
@@ -106,11 +115,16 @@ def _fit(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """The tables for a person: the largest length, s = sqrt n over all lengths, and what the model leaves out."""
+    """The tables for a person: the largest length, s = sqrt n over all lengths, and what the model
+    leaves out."""
     rows, n = result["rows"], max(result["lengths"])
     fits = {fit["algorithm"]: fit for fit in result["fits"]}
     head = ["s", "time", "space", "time/n^2", "space/n", "time*space/n^2"]
-    largest = [[row["algorithm"], *_cells(row)] for row in rows if row["n"] == n and row["algorithm"] in READ_ONLY]
+    largest = [
+        [row["algorithm"], *_cells(row)]
+        for row in rows
+        if row["n"] == n and row["algorithm"] in READ_ONLY
+    ]
     rooted = [[str(row["n"]), *_cells(row)] for row in _select(rows, "blocked")]
     others = [
         [
@@ -133,8 +147,11 @@ def report(result: dict[str, Any]) -> str:
             "\nblocked with s = the root of n: neither time n^2 nor space n",
             format_table(["n", *head], rooted),
             f"fitted: {blocks}",
-            f"\nother rules, n = {n}: `in place` overwrites x, the tables keep cells from shorter lengths",
-            format_table(["algorithm", "time", "space", "kept", "time ~", "space ~", *products], others),
+            f"\nother rules, n = {n}: `in place` overwrites x, the tables keep cells from shorter "
+            "lengths",
+            format_table(
+                ["algorithm", "time", "space", "kept", "time ~", "space ~", *products], others
+            ),
             f"\n{right} of {len(rows)} answers equal Count3; {where}",
         ]
     )
@@ -157,7 +174,8 @@ def _power(exponent: float | None) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Steps against counters with the conjecture's two lines, and their product over n^2; ImportError without matplotlib."""
+    """Steps against counters with the conjecture's two lines, and their product over n^2;
+    ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
     figure: Any = Figure(figsize=(13, 5.5), layout="constrained")
@@ -168,45 +186,93 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def _draw_curves(axis: Any, result: dict[str, Any]) -> None:
-    """The read-only algorithms: one curve of `blocked` per length, the printed algorithms and s = sqrt n marked."""
+    """The read-only algorithms: one curve of `blocked` per length, the printed algorithms and s =
+    sqrt n marked."""
     from matplotlib import colormaps
     from matplotlib.lines import Line2D
 
     lengths, n = result["lengths"], max(result["lengths"])
-    marks = {"quadratic": ("s", "quadratic (alg:tc1)"), "linear": ("D", "linear (alg:tc2)"), "blocked": ("o", "s = root of n")}
-    for length, colour in zip(lengths, colormaps["viridis"](np.linspace(0.9, 0.1, len(lengths))), strict=True):
+    marks = {
+        "quadratic": ("s", "quadratic (alg:tc1)"),
+        "linear": ("D", "linear (alg:tc2)"),
+        "blocked": ("o", "s = root of n"),
+    }
+    for length, colour in zip(
+        lengths, colormaps["viridis"](np.linspace(0.9, 0.1, len(lengths))), strict=True
+    ):
         rows = [row for row in result["rows"] if row["n"] == length]
         curve = [row for row in rows if row["algorithm"] == "blocked"]
-        axis.loglog([row["space"] for row in curve], [row["time"] for row in curve], ".-", color=colour, label=f"n = {length}")
+        axis.loglog(
+            [row["space"] for row in curve],
+            [row["time"] for row in curve],
+            ".-",
+            color=colour,
+            label=f"n = {length}",
+        )
         for name, (marker, _) in marks.items():
             (row,) = _select(rows, name)
             axis.plot(max(1, row["space"]), row["time"], marker, color=colour)
     axis.axhline(n**2, color="C3", linestyle="--", linewidth=1)
     axis.axvline(n, color="C3", linestyle="--", linewidth=1)
-    axis.text(n**0.5, n**2 * 1.1, f"(i) time n^2 = {n**2:,}", color="C3", ha="center", va="bottom", fontsize=8)
-    axis.text(n * 0.97, n**1.5, f"(ii) space n = {n}", color="C3", ha="right", va="center", rotation=90, fontsize=8)
+    axis.text(
+        n**0.5,
+        n**2 * 1.1,
+        f"(i) time n^2 = {n**2:,}",
+        color="C3",
+        ha="center",
+        va="bottom",
+        fontsize=8,
+    )
+    axis.text(
+        n * 0.97,
+        n**1.5,
+        f"(ii) space n = {n}",
+        color="C3",
+        ha="right",
+        va="center",
+        rotation=90,
+        fontsize=8,
+    )
     axis.set(
         xlabel="space: counters alive at once (number, log; 0 drawn at 1)",
         ylabel="time: steps after x_n (number, log)",
     )
-    axis.set_title(f"read-only input, blocks of s residues; dashed: the branches of con:ts2 for n = {n}", fontsize=9)
-    handles = [Line2D([], [], marker=m, linestyle="", color="0.3", label=text) for m, text in marks.values()]
+    axis.set_title(
+        f"read-only input, blocks of s residues; dashed: the branches of con:ts2 for n = {n}",
+        fontsize=9,
+    )
+    handles = [
+        Line2D([], [], marker=m, linestyle="", color="0.3", label=text)
+        for m, text in marks.values()
+    ]
     axis.legend(
-        handles=[*handles, *axis.get_lines()[: -2 : 1 + len(marks)]], fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5)
+        handles=[*handles, *axis.get_lines()[: -2 : 1 + len(marks)]],
+        fontsize=7,
+        loc="center left",
+        bbox_to_anchor=(1, 0.5),
     )
 
 
 def _draw_products(axis: Any, result: dict[str, Any]) -> None:
-    """Time times space over n^2 against n: flat for the read-only algorithms, falling for the others."""
+    """Time times space over n^2 against n: flat for the read-only algorithms, falling for the
+    others."""
     for name, marker in zip((*READ_ONLY, *OTHER), "sDov^*", strict=True):
         found = _select(result["rows"], name)
         label = f"{name}, s = root of n" if name == "blocked" else name
         style = "-" if name in READ_ONLY else "--"
-        axis.loglog([r["n"] for r in found], [r["time_space"] for r in found], marker + style, label=label, markersize=5)
+        axis.loglog(
+            [r["n"] for r in found],
+            [r["time_space"] for r in found],
+            marker + style,
+            label=label,
+            markersize=5,
+        )
     axis.set_xticks(result["lengths"], [str(n) for n in result["lengths"]], fontsize=7)
     axis.set_xticks([], minor=True)
     axis.set(xlabel="n (tokens, log)", ylabel="time x space / n^2 (log; space 0 taken as 1)")
     axis.set_title(
-        "dashed: x is overwritten (in place), or\ncells kept from shorter lengths are not counted (tables)", fontsize=9
+        "dashed: x is overwritten (in place), or\ncells kept from shorter lengths are not counted "
+        "(tables)",
+        fontsize=9,
     )
     axis.legend(fontsize=7, loc="lower left")

@@ -7,20 +7,17 @@
       checkpoints/step-00000200/      the last two: model.safetensors, config.json, trainer.pt, checksums.json
       checkpoints/best-00000150/      the best validation: model.safetensors, config.json, checksums.json
 
-A checkpoint is written into a hidden folder, flushed to disk and renamed: it is there whole or not at all.
+A checkpoint is written into a hidden folder, flushed to disk and renamed: it is there whole or not
+at all.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
 import io
 import json
-import os
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,58 +28,15 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from entp import pretrained
-from entp.config import ModelConfig, Run
-from entp.config_json import parse_json, run_from_json, run_to_json
+from entp.config import Run
+from entp.config.json import model_from_json, run_from_json, run_to_json
 from entp.errors import InputError
+from entp.files import CHECKSUMS, Damaged, parse_json, verify_folder, write_folder
 from entp.model import Transformer
 
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
-
 KEEP = 2
-CHECKSUMS = "checksums.json"
 FILES = ("model.safetensors", "config.json", "trainer.pt")
 """What a checkpoint consists of, the last for those that are resumed."""
-
-
-class Damaged(Exception):
-    """A checkpoint whose files are missing or not what was written."""
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write `data` so that `path` holds either all of it or what it held before."""
-    path = Path(os.path.realpath(path))  # a link stays one
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-
-
-@contextlib.contextmanager
-def alone_in(folder: Path, refuse: str = "") -> Iterator[None]:
-    """Wait for other processes that hold this folder, or refuse it with that sentence, where the system has locks."""
-    handle = os.open(folder, os.O_RDONLY) if fcntl else None
-    try:
-        if fcntl and handle is not None:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if refuse else 0))
-            except BlockingIOError:
-                raise InputError(refuse) from None
-            except OSError:
-                pass  # a file system without locks
-        yield
-    finally:
-        if handle is not None:
-            os.close(handle)
 
 
 def save_model(
@@ -98,25 +52,58 @@ def save_model(
     """
     here = {p.name for p in Path(folder).iterdir()} if Path(folder).is_dir() else set()
     if here and "model.safetensors" not in here:
-        raise InputError(f"{folder} holds other files than a model's, such as {min(here)}: give a new folder.")
-    settings = {"model": dataclasses.asdict(model.config)} if run is None else run_to_json(run)
-    files = {"model.safetensors": _tensor_bytes(model.state_dict(), dtype), "config.json": _json_bytes(settings)}
-    return _write_folder(Path(folder), {**files, **(more or {})})
+        raise InputError(
+            f"{folder} holds other files than a model's, such as {min(here)}: give a new folder."
+        )
+    config = {"model": dataclasses.asdict(model.config)} if run is None else run_to_json(run)
+    files = {
+        "model.safetensors": _tensor_bytes(model.state_dict(), dtype),
+        "config.json": _json_bytes(config),
+    }
+    return write_folder(Path(folder), {**files, **(more or {})})
 
 
-def save_checkpoint(out: Path, step: int, weights: dict[str, Tensor], run: Run, trainer: dict[str, Any] | None) -> Path:
-    """Write checkpoints/step-N (with trainer state) or checkpoints/best-N (without), and remove what is older."""
+def save_checkpoint(
+    out: Path, step: int, weights: dict[str, Tensor], run: Run, trainer: dict[str, Any] | None
+) -> Path:
+    """Write checkpoints/step-N (with trainer state, removing older ones) or checkpoints/best-N
+    (without)."""
     kind = "best" if trainer is None else "step"
-    files = {"model.safetensors": _tensor_bytes(weights), "config.json": _json_bytes(run_to_json(run))}
+    config = _json_bytes(run_to_json(run))
+    files = {"model.safetensors": _tensor_bytes(weights), "config.json": config}
     if trainer is not None:
         buffer = io.BytesIO()
         torch.save(trainer, buffer)
         files["trainer.pt"] = buffer.getvalue()
-    folder = _write_folder(out / "checkpoints" / f"{kind}-{step:08d}", files)
-    keep = KEEP if kind == "step" else 1
-    for old in _checkpoints(out, kind)[keep:]:
-        shutil.rmtree(old, ignore_errors=True)
+    folder = write_folder(out / "checkpoints" / f"{kind}-{step:08d}", files)
+    if kind == "step":
+        for old in _checkpoints(out, kind)[KEEP:]:
+            shutil.rmtree(old, ignore_errors=True)
     return folder
+
+
+def keep_best(out: Path, step: int | None) -> bool:
+    """Remove all best checkpoints but that of this step; whether that one is there and whole.
+
+    Others are older, or of a trajectory that was abandoned: after a crash, training goes on from
+    an earlier step.
+    """
+    kept = False
+    for folder in _checkpoints(out, "best"):
+        if step is not None and folder.name == f"best-{step:08d}":
+            kept = is_whole(folder)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    return kept
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether every file of the checkpoint is what was written."""
+    try:
+        verify(folder)
+    except Damaged:
+        return False
+    return True
 
 
 def newest(out: Path, kind: Literal["step", "best"] = "step") -> Path | None:
@@ -126,22 +113,16 @@ def newest(out: Path, kind: Literal["step", "best"] = "step") -> Path | None:
             verify(folder)
             return folder
         except Damaged as error:
-            print(f"checkpoint {folder} is damaged ({error}); trying the one before it.", file=sys.stderr)
+            print(
+                f"checkpoint {folder} is damaged ({error}); trying the one before it.",
+                file=sys.stderr,
+            )
     return None
 
 
 def verify(folder: Path) -> None:
     """Raise Damaged unless every file of the checkpoint is what was written."""
-    try:
-        sums = parse_json((folder / CHECKSUMS).read_text())
-        for name in FILES:
-            if name not in sums and (name != "trainer.pt" or (folder / name).exists()):
-                raise Damaged(f"{CHECKSUMS} has no {name}")
-        for name, want in sums.items():
-            if hashlib.sha256((folder / name).read_bytes()).hexdigest() != want:
-                raise Damaged(f"{name} does not match its checksum")
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise Damaged(f"{error}") from None
+    verify_folder(folder, FILES[:2], FILES[2:])
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:
@@ -149,10 +130,15 @@ def read_trainer(folder: Path) -> dict[str, Any]:
     return torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
 
 
-def load(path: str | Path, which: Literal["best", "last"] = "best", device: str | torch.device = "cpu") -> Transformer:
-    """The model of a run folder (its best or its last checkpoint), of one checkpoint folder, or one that comes with entp."""
-    folder = find(Path(path), which)
-    config = _model_config(folder)
+def load(
+    path: str | Path,
+    checkpoint: Literal["best", "last"] = "best",
+    device: str | torch.device = "cpu",
+) -> Transformer:
+    """The model of a run folder (its best or its last checkpoint), of one checkpoint folder, or one
+    that comes with entp."""
+    folder = find(Path(path), checkpoint)
+    config = model_from_json(_read_json(folder / "config.json"), str(folder / "config.json"))
     try:
         tensors = load_tensors((folder / "model.safetensors").read_bytes())
     except (OSError, SafetensorError) as error:
@@ -163,22 +149,27 @@ def load(path: str | Path, which: Literal["best", "last"] = "best", device: str 
     try:
         model.load_state_dict(tensors)
     except RuntimeError as error:
-        raise InputError(f"the weights in {folder} do not fit its config.json: {' '.join(str(error).split())}") from None
+        raise InputError(
+            f"the weights in {folder} do not fit its config.json: {' '.join(str(error).split())}"
+        ) from None
     return model.to(device).eval()
 
 
-def load_run(path: str | Path, which: Literal["best", "last"] = "best") -> Run:
+def load_run(path: str | Path, checkpoint: Literal["best", "last"] = "best") -> Run:
     """The run that made the model in `path`."""
-    return run_from_json(_read_json(find(Path(path), which) / "config.json"), str(path))
+    return run_from_json(_read_json(find(Path(path), checkpoint) / "config.json"), str(path))
 
 
-def find(path: Path, which: Literal["best", "last"] = "best") -> Path:
+def find(path: Path, checkpoint: Literal["best", "last"] = "best") -> Path:
     """The folder with the weights: `path` itself, or a run's best (else last) undamaged checkpoint."""
     if not path.is_dir() and str(path) in pretrained.names():
         path = pretrained.HERE / path
     if not path.is_dir():
         known = f", or one of {', '.join(names)}" if (names := pretrained.names()) else ""
-        raise InputError(f"there is no run folder {path}: give the --out of a finished or interrupted `entp train`{known}.")
+        raise InputError(
+            f"there is no run folder {path}: give the --out of a finished or interrupted `entp "
+            f"train`{known}."
+        )
     if (path / "model.safetensors").is_file():
         if (path / CHECKSUMS).is_file():
             try:
@@ -186,10 +177,11 @@ def find(path: Path, which: Literal["best", "last"] = "best") -> Path:
             except Damaged as error:
                 raise InputError(f"the checkpoint {path} is damaged: {error}.") from None
         return path
-    folder = (newest(path, "best") if which == "best" else None) or newest(path, "step")
+    folder = (newest(path, "best") if checkpoint == "best" else None) or newest(path, "step")
     if folder is None:
         raise InputError(
-            f"{path} holds no complete checkpoint: the run stopped before its first one. Continue it with --resume."
+            f"{path} holds no complete checkpoint: the run stopped before its first one. Continue "
+            "it with --resume."
         )
     return folder
 
@@ -201,44 +193,24 @@ def remove_leftovers(out: Path) -> None:
 
 
 def _checkpoints(out: Path, kind: str) -> list[Path]:
-    """Checkpoint folders of a kind, newest first. Other names, such as those of a person's copies, are none of ours."""
-    found = [p for p in (out / "checkpoints").glob(f"{kind}-*") if p.is_dir() and p.name.removeprefix(f"{kind}-").isdecimal()]
+    """Checkpoint folders of a kind, newest first. Other names, such as those of a person's copies,
+    are none of ours."""
+    found = [
+        p
+        for p in (out / "checkpoints").glob(f"{kind}-*")
+        if p.is_dir() and p.name.removeprefix(f"{kind}-").isdecimal()
+    ]
     return sorted(found, key=lambda p: int(p.name.removeprefix(f"{kind}-")), reverse=True)
 
 
-def _write_folder(folder: Path, files: dict[str, bytes]) -> Path:
-    """A folder with these files and their checksums, renamed into place when all of it is on disk."""
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    files = {**files, CHECKSUMS: json.dumps({n: hashlib.sha256(d).hexdigest() for n, d in files.items()}).encode()}
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        for name, data in files.items():
-            write_file(temporary / name, data)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.rename(temporary, folder)
-    except OSError:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    _sync_folder(folder.parent)
-    return folder
-
-
 def _tensor_bytes(tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> bytes:
-    return save_tensors({name: t.detach().cpu().to(dtype or t.dtype).contiguous() for name, t in tensors.items()})
+    return save_tensors(
+        {name: t.detach().cpu().to(dtype or t.dtype).contiguous() for name, t in tensors.items()}
+    )
 
 
 def _json_bytes(data: dict[str, Any]) -> bytes:
     return json.dumps(data, indent=1).encode()
-
-
-def _model_config(folder: Path) -> ModelConfig:
-    data = _read_json(folder / "config.json")
-    try:
-        return ModelConfig(**data["model"])
-    except (KeyError, TypeError) as error:
-        raise InputError(f"{folder / 'config.json'} does not describe a model: {error}.") from None
 
 
 def _read_json(path: Path) -> Any:
@@ -248,13 +220,3 @@ def _read_json(path: Path) -> Any:
         raise InputError(f"{path} is missing: the folder is not a complete run.") from None
     except ValueError as error:
         raise InputError(f"{path} is not JSON: {error}.") from None
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename durable; not every file system lets a folder be flushed."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -5,22 +5,20 @@ runs/first --entp export--> model.safetensors (bfloat16), config.json, made.json
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from entp.config import Run
 from entp.errors import InputError
-from entp.intervals import wilson
-from entp.model import Transformer
-from entp.tasks.base import Batch
+from entp.files import json_bytes
+from entp.results.environment import environment, read_environment
+from entp.tasks.metrics import Totals
 from entp.training.checkpoint import find, load, load_run, save_model
-from entp.training.evaluation import evaluate, fresh_batches
-from entp.training.metrics import environment, read_environment, read_metrics
+from entp.training.evaluate import evaluate, untouched_batches
+from entp.training.forward import Forward
+from entp.training.loggers import read_metrics
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -29,46 +27,61 @@ def export(
     source: Path,
     out: Path,
     *,
-    which: Literal["best", "last"] = "best",
+    checkpoint: Literal["best", "last"] = "best",
     dtype: str = "bf16",
-    fresh: int = 10_000,
+    test_sequences: int = 10_000,
     device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
-    """Write the weights of a run to `out`, rounded, with what these very weights do on fresh sequences. Returns made.json."""
+    """Write the rounded weights of a run to `out`, with what they do on test sequences.
+
+    Returns made.json.
+    """
     if out.exists():
         raise InputError(f"{out} exists: give --out a new folder.")
-    if fresh < 1:
-        raise InputError(f"--fresh is {fresh}: at least 1 sequence is needed to measure anything.")
-    weights, run = find(source, which), load_run(source, which)
+    if test_sequences < 1:
+        raise InputError(
+            f"--test-sequences is {test_sequences}: at least 1 is needed to measure anything."
+        )
+    weights, run = find(source, checkpoint), load_run(source, checkpoint)
     model = load(weights, device=device)
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.to(DTYPES[dtype]))
+    batches = untouched_batches(run.task, test_sequences, run.batch_size, run.seed)
+    totals = evaluate(model, run.task, batches, Forward.of(run), device=device)
     made = {
-        "weights": f"{weights.name} in {dtype}",
+        "checkpoint": f"{weights.name} in {dtype}",
         "parameters": sum(p.numel() for p in model.parameters()),
         "training": _training(source, weights),
-        "fresh": measured(model, run, fresh_batches(run, fresh), device),
+        "test": with_intervals(totals),
         "measured": environment(torch.device(device), 1),
     }
-    save_model(model, out, run, DTYPES[dtype], {"made.json": (json.dumps(made, indent=1) + "\n").encode()})
+    save_model(model, out, run, DTYPES[dtype], {"made.json": json_bytes(made)})
     return made
 
 
-def measured(model: Transformer, run: Run, batches: Iterable[Batch], device: torch.device | str) -> dict[str, Any]:
-    """Loss and accuracies on these batches, with a 95 % interval of the share of right sequences."""
-    values: dict[str, Any] = {**evaluate(model, run, batches=batches, device=device)}
-    if "sequence_accuracy" in values:
-        n = values["n"]
-        values["sequence_accuracy_interval"] = wilson(round(values["sequence_accuracy"] * n), n)
-    return values
+def with_intervals(totals: Totals) -> dict[str, Any]:
+    """The values of an evaluation, each with its 95 % interval over test sequences."""
+    intervals = {f"{name}_interval": totals.interval(name) for name in totals.all}
+    return {**totals.values(), **intervals}
 
 
 def _training(source: Path, weights: Path) -> dict[str, Any]:
     """Where and for how long the weights were trained; empty where only the weights are there."""
     step = int(weights.name.rpartition("-")[2]) if weights.parent.name == "checkpoints" else None
     if step is None or not (source / "environment.json").is_file():
-        print(f"{source} is not a run folder: made.json will not say how the weights were trained.", file=sys.stderr)
+        print(
+            f"{source} is not a run folder: made.json will not say how the weights were trained.",
+            file=sys.stderr,
+        )
         return {}
-    seconds = [row["seconds"] for row in read_metrics(source) if row["kind"] == "train" and row["step"] <= step]
-    return {"step": step, "seconds": seconds[-1] if seconds else None, "environment": read_environment(source)}
+    seconds = [
+        row["seconds"]
+        for row in read_metrics(source)
+        if row["kind"] == "train" and row["step"] <= step
+    ]
+    return {
+        "step": step,
+        "seconds": seconds[-1] if seconds else None,
+        "environment": read_environment(source),
+    }

@@ -9,14 +9,16 @@ import torch
 
 from entp.bench import generate
 from entp.bench.shapes import RandomTokens
+from entp.cli.options import BenchGenerateOptions
 from entp.config import model_for
 from entp.errors import InputError
-from entp.options import BenchGenerateOptions
 
 
 @pytest.fixture(scope="module")
 def section() -> dict[str, Any]:
-    options = BenchGenerateOptions("small", batch=2, prompt=3, total=9, vocab=11, repeats=2, device="cpu")
+    options = BenchGenerateOptions(
+        "small", batch=2, prompt=3, total=9, vocab=11, repeats=2, device="cpu"
+    )
     return generate.bench(options)
 
 
@@ -27,10 +29,14 @@ def test_all_four_generate_and_ratios_are_of_tokens_per_second(section: dict[str
     for row in rows.values():
         assert len(row["seconds"]) == 2
         assert row["tokens_per_s"] == pytest.approx(2 * 6 / row["median"])
-        assert row["ratio"] == pytest.approx(row["tokens_per_s"] / rows["entp uncached"]["tokens_per_s"])
-        assert row["decoder_ratio"] == pytest.approx(row["tokens_per_s"] / rows["decoder"]["tokens_per_s"])
+        assert row["ratio"] == pytest.approx(
+            row["tokens_per_s"] / rows["entp uncached"]["tokens_per_s"]
+        )
+        assert row["decoder_ratio"] == pytest.approx(
+            row["tokens_per_s"] / rows["decoder"]["tokens_per_s"]
+        )
         assert row["peak_bytes"] > 0
-    assert section["config"]["model"]["positions"] == 9
+    assert section["config"]["model"]["context_length"] == 9
     assert section["targets"] == []
 
 
@@ -38,15 +44,33 @@ def test_all_four_generate_and_ratios_are_of_tokens_per_second(section: dict[str
 def test_the_report_names_everything(section: dict[str, Any]) -> None:
     text = generate.report(section)
     assert "generation, small, 2 sequences from 3 to 9 tokens" in text
-    assert all(word in text for word in ("tokens/s", "to entp uncached", "to decoder", "peak memory MiB", "decoder uncached"))
-    target = {"shape": "generate", "measure": "tokens/s", "contender": "entp", "wanted": 3, "aim": 6, "reached": 4.0}
+    assert all(
+        word in text
+        for word in (
+            "tokens/s",
+            "to entp uncached",
+            "to decoder",
+            "peak memory MiB",
+            "decoder uncached",
+        )
+    )
+    target = {
+        "shape": "generate",
+        "measure": "tokens/s",
+        "contender": "entp",
+        "wanted": 3,
+        "aim": 6,
+        "reached": 4.0,
+    }
     assert "4.00x  wanted" in generate.report({**section, "targets": [{**target, "met": "wanted"}]})
 
 
 def test_a_contender_continues_prompts_to_the_end() -> None:
     config = model_for(RandomTokens(8, 11), "small", layers=2, heads=2, width=16)
     cpu = torch.device("cpu")
-    cached, uncached = (generate.make_generation(config, "entp", cache, 3, 5, cpu)() for cache in (True, False))
+    cached, uncached = (
+        generate.make_generation(config, "entp", cache, 3, 5, cpu)() for cache in (True, False)
+    )
     assert cached.shape == (3, 8)  # type: ignore[attr-defined]
     assert torch.equal(cached, uncached)  # type: ignore[arg-type]
 

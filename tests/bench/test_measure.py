@@ -20,13 +20,20 @@ def test_flops_are_counted_attention_included() -> None:
     attention = count_flops(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q))
     assert attention == 2 * 2 * 2 * 6 * 6 * 8
     q.requires_grad_()
-    trained = count_flops(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward())
-    assert trained == 3.5 * attention  # two products forward; backward makes the scores again, and four gradients
+    trained = count_flops(
+        lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
+    )
+    assert (
+        trained == 3.5 * attention
+    )  # two products forward; backward makes the scores again, and four gradients
 
 
 def test_contenders_take_turns_and_steps_in_a_row_are_averaged() -> None:
     order: list[str] = []
-    steps = {"slow": lambda: (order.append("slow"), time.sleep(0.02)), "fast": lambda: order.append("fast")}
+    steps = {
+        "slow": lambda: (order.append("slow"), time.sleep(0.02)),
+        "fast": lambda: order.append("fast"),
+    }
     seconds = take_turns(steps, CPU, 2, {"fast": 3})
     assert order == ["slow", "fast", "fast", "fast"] * 2
     assert [len(times) for times in seconds.values()] == [2, 2]

@@ -9,22 +9,35 @@ from typing import Any
 
 import pytest
 
-from entp.bench.picture import PANELS, draw
-from entp.bench.record import record
-from entp.cli import main
+from entp.cli.main import main
 from entp.errors import InputError
-from entp.record_shapes import read_sections
+from entp.report.bench import PANELS, draw
+from entp.results.schema import read_sections
+from entp.results.sections import record
 
 WHERE = {"device": "somewhere", "torch": "2.0", "commit": None, "date": "2026-01-01"}
 
 
 def generation() -> dict[str, Any]:
-    rows = [{"name": "entp", "tokens_per_s": 10.0, "ratio": 2.0}, {"name": "decoder", "tokens_per_s": 50.0, "ratio": 10.0}]
-    return {"environment": WHERE, "config": {"size": "small", "batch": 1, "prompt": 2, "total": 4}, "runs": rows}
+    rows = [
+        {"name": "entp", "tokens_per_s": 10.0, "ratio": 2.0},
+        {"name": "decoder", "tokens_per_s": 50.0, "ratio": 10.0},
+    ]
+    return {
+        "environment": WHERE,
+        "config": {"size": "small", "batch": 1, "prompt": 2, "total": 4},
+        "runs": rows,
+    }
 
 
 def steps(ratio: float | None) -> dict[str, Any]:
-    row = {"name": "entp reference", "median": 0.5, "peak_bytes": 2**24, "ratio": ratio, "memory_ratio": ratio}
+    row = {
+        "name": "entp reference",
+        "median": 0.5,
+        "peak_bytes": 2**24,
+        "ratio": ratio,
+        "memory_ratio": ratio,
+    }
     shape = {
         "name": "own",
         "size": "small",
@@ -43,7 +56,12 @@ def growth() -> dict[str, Any]:
         for mode in ("entp", "decoder")
         for what, power in (("step", 2.0), ("token", 1.0), ("memory", 1.0))
     ]
-    return {"environment": WHERE, "config": {"size": "small", "batch": 1}, "points": points, "fits": fits}
+    return {
+        "environment": WHERE,
+        "config": {"size": "small", "batch": 1},
+        "points": points,
+        "fits": fits,
+    }
 
 
 def picture_size(path: Path) -> tuple[int, int]:
@@ -59,7 +77,11 @@ def test_other_sections_stay_and_the_same_one_is_replaced(tmp_path: Path) -> Non
     record(path, "generate", generation())
     record(path, "step", steps(2.0))
     record(path, "step", steps(None))
-    assert read_sections(path) == {"what": "kept as it is", "generate": generation(), "step": steps(None)}
+    assert read_sections(path) == {
+        "what": "kept as it is",
+        "generate": generation(),
+        "step": steps(None),
+    }
     assert sorted(p.name for p in tmp_path.iterdir()) == ["speed.json", "speed.png"]
 
 
@@ -86,8 +108,12 @@ def test_without_matplotlib_the_numbers_are_written_and_the_sentence_says_what_t
     assert read_sections(tmp_path / "speed.json") == {"generate": generation()}
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[1]", "not a file of benchmark sections")])
-def test_a_file_that_is_something_else_is_not_touched(tmp_path: Path, text: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "is not JSON"), ("[1]", "not a file of benchmark sections")]
+)
+def test_a_file_that_is_something_else_is_not_touched(
+    tmp_path: Path, text: str, message: str
+) -> None:
     path = tmp_path / "mine.json"
     path.write_text(text)
     with pytest.raises(InputError, match=message):
@@ -96,9 +122,18 @@ def test_a_file_that_is_something_else_is_not_touched(tmp_path: Path, text: str,
 
 
 @pytest.mark.slow
-def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_what_it_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "speed.json"
-    words = ["--length=6", "--batch=1", "--repeats=1", "--contenders=packed,decoder", "--device=cpu", f"--out={out}"]
+    words = [
+        "--length=6",
+        "--batch=1",
+        "--repeats=1",
+        "--contenders=packed,decoder",
+        "--device=cpu",
+        f"--out={out}",
+    ]
     assert main(["bench", *words]) == 0  # plain `entp bench` is `entp bench step`
     printed = capsys.readouterr().out
     section = read_sections(out)["step"]
@@ -110,7 +145,9 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.Captur
     assert picture_size(out.with_suffix(".png"))[0] > 0
 
 
-def test_a_bad_file_is_noticed_before_the_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_file_is_noticed_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "speed.json"
     out.write_text("not JSON")
     assert main(["bench", "generate", f"--out={out}"]) == 2

@@ -11,9 +11,9 @@ from entp.bench import step
 from entp.bench.measure import count_flops
 from entp.bench.profile import expensive_kernels, kernel_table
 from entp.bench.shapes import CONTENDERS, PAPER, TARGETS, RandomTokens, Shape, named_shapes, reached
+from entp.cli.options import BenchStepOptions
 from entp.engine.layout import pack
 from entp.errors import InputError
-from entp.options import BenchStepOptions
 from entp.tasks.base import IGNORE
 from entp.tasks.counting import Match3
 
@@ -24,7 +24,9 @@ CPU = torch.device("cpu")
 def section() -> dict[str, Any]:
     """A real run of a small shape, operators named."""
     saved: list[dict[str, Any]] = []
-    section = step.bench(BenchStepOptions(length=12, batch=2, repeats=3, profile=True, device="cpu"), saved.append)
+    section = step.bench(
+        BenchStepOptions(length=12, batch=2, repeats=3, profile=True, device="cpu"), saved.append
+    )
     assert saved == [section]  # after its only shape
     return section
 
@@ -38,7 +40,9 @@ def section() -> dict[str, Any]:
         ("small", "small", 64, 1, 64, 2),
     ],
 )
-def test_the_named_shapes(name: str, size: str, batch: int, shortest: int, longest: int, outputs: int) -> None:
+def test_the_named_shapes(
+    name: str, size: str, batch: int, shortest: int, longest: int, outputs: int
+) -> None:
     shape = PAPER[name]
     assert (shape.size, shape.batch) == (size, batch)
     packing = pack(torch.from_numpy(shape.task.batch(0, "train", 0, batch).y != IGNORE))
@@ -59,9 +63,17 @@ def test_random_tokens_ask_for_the_next_token() -> None:
 
 
 def test_shapes_by_name() -> None:
-    assert [shape.name for shape in named_shapes("paper")] == ["count3", "text", "small-deep", "small"]
+    assert [shape.name for shape in named_shapes("paper")] == [
+        "count3",
+        "text",
+        "small-deep",
+        "small",
+    ]
     assert [shape.name for shape in named_shapes("small, count3")] == ["count3", "small"]
-    with pytest.raises(InputError, match=r"unknown shape 'count4': allowed are count3, text, .*paper\. Did you mean count3"):
+    with pytest.raises(
+        InputError,
+        match=r"unknown shape 'count4': allowed are count3, text, .*paper\. Did you mean count3",
+    ):
         named_shapes("small,count4")
     with pytest.raises(InputError, match="the list of shapes is empty: allowed are count3"):
         named_shapes(",")
@@ -74,8 +86,14 @@ def test_shapes_by_name() -> None:
         ({"batch": 0}, "--batch is 0: it must be at least 1"),
         ({"repeats": 0}, "--repeats is 0: it must be at least 1"),
         ({"warmup": -1}, "--warmup is -1: it must be at least 0"),
-        ({"contenders": "packed,walk"}, "unknown contender 'walk': allowed are reference, packed, triton, decoder"),
-        ({"shapes": "small", "size": "medium", "batch": 3}, "decides what --size and --batch would: leave out"),
+        (
+            {"contenders": "packed,walk"},
+            "unknown contender 'walk': allowed are reference, packed, triton, decoder",
+        ),
+        (
+            {"shapes": "small", "size": "medium", "batch": 3},
+            "decides what --size and --batch would: leave out",
+        ),
     ],
 )
 def test_bad_options_are_sentences(options: dict[str, Any], message: str) -> None:
@@ -83,14 +101,17 @@ def test_bad_options_are_sentences(options: dict[str, Any], message: str) -> Non
         BenchStepOptions(**options)
 
 
-def test_a_contender_that_cannot_run_here_is_an_error_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contender_that_cannot_run_here_is_an_error_when_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(InputError, match="'triton' cannot run here"):
         step.bench(BenchStepOptions(contenders="triton", device="cpu"))
 
 
 def test_every_contender_trains() -> None:
-    """A step changes the loss: it is a whole training step, and the same work by each ENTP contender."""
+    """A step changes the loss: it is a whole training step, and the same work by each ENTP
+    contender."""
     shape = Shape("tiny", Match3(length=6), "small", 2)
     losses = {}
     for name in ("reference", "packed", "decoder"):
@@ -104,7 +125,11 @@ def test_every_contender_trains() -> None:
 def test_packed_does_less_work_than_the_reference() -> None:
     """Three layers: 21 of 36 units of linear work are left, and attention is a small part."""
     shape = Shape("tiny", Match3(length=24), "small", 2)
-    flops = {name: count_flops(step.make_step(shape.run(name), CPU)) for name in CONTENDERS if name != "triton"}
+    flops = {
+        name: count_flops(step.make_step(shape.run(name), CPU))
+        for name in CONTENDERS
+        if name != "triton"
+    }
     assert 0.55 < flops["packed"] / flops["reference"] < 0.65
     assert flops["decoder"] < 0.15 * flops["reference"]
 
@@ -133,7 +158,10 @@ def test_a_run_has_every_number(section: dict[str, Any]) -> None:
 def test_the_report_names_everything(section: dict[str, Any]) -> None:
     text = step.report(section)
     assert "small, 2 sequences of 12 tokens, prefixes of 1 to 12, 2 outputs" in text
-    assert all(word in text for word in ("ms (median)", "spread", "reference / this", "TFLOP/s", "peak memory MiB"))
+    assert all(
+        word in text
+        for word in ("ms (median)", "spread", "reference / this", "TFLOP/s", "peak memory MiB")
+    )
     assert all(row["name"] in text for row in section["shapes"][0]["steps"])
     assert "wanted" not in text
 
@@ -157,20 +185,27 @@ def test_a_profile_counts_per_step() -> None:
     found = expensive_kernels(lambda: [a @ a for _ in range(4)], CPU, steps=3)
     assert found["top"][0]["name"] == "aten::mm"
     assert found["top"][0]["calls"] == 4
-    long = kernel_table("x", {**found, "top": [{**found["top"][0], "name": "void at::native::" + "k" * 99}]})
+    long = kernel_table(
+        "x", {**found, "top": [{**found["top"][0], "name": "void at::native::" + "k" * 99}]}
+    )
     assert "k" * 67 + "..." in long
     assert "k" * 68 not in long
 
 
 def test_without_the_loop_there_is_no_ratio() -> None:
-    section = step.bench(BenchStepOptions(length=6, batch=1, repeats=1, contenders="decoder", device="cpu"))
+    section = step.bench(
+        BenchStepOptions(length=6, batch=1, repeats=1, contenders="decoder", device="cpu")
+    )
     (row,) = section["shapes"][0]["steps"]
     assert (row["ratio"], row["memory_ratio"]) == (None, None)
     assert " - " in step.report(section)
 
 
 def test_a_step_that_adds_no_memory_has_a_ratio() -> None:
-    rows = [{"name": name, "median": 1.0, "peak_bytes": peak} for name, peak in (("entp reference", 600), ("decoder", 0))]
+    rows = [
+        {"name": name, "median": 1.0, "peak_bytes": peak}
+        for name, peak in (("entp reference", 600), ("decoder", 0))
+    ]
     assert [row["memory_ratio"] for row in step._with_ratios(rows)] == [1.0, 600.0]
 
 
@@ -184,16 +219,28 @@ def test_the_report_of_a_named_shape_with_kernels() -> None:
         "peak_bytes": 5 * 2**20,
         "memory_ratio": 1.0,
     }
-    rows = [{**measured, "name": name, "median": median} for name, median in (("entp packed", 0.3), ("entp triton", 0.06))]
-    floor = {"flops": 1e12, "tflops_per_s": 50.0, "product_seconds": 0.02, "bytes": 1e9, "tbytes_per_s": 0.1}
+    rows = [
+        {**measured, "name": name, "median": median}
+        for name, median in (("entp packed", 0.3), ("entp triton", 0.06))
+    ]
+    floor = {
+        "flops": 1e12,
+        "tflops_per_s": 50.0,
+        "product_seconds": 0.02,
+        "bytes": 1e9,
+        "tbytes_per_s": 0.1,
+    }
     shape = {**step._describe(PAPER["count3"], torch.ones(2, 64, dtype=torch.bool)), "steps": rows}
     shape["floor"] = {**floor, "pass_seconds": 0.01, "seconds": 0.03}
     where = {"device": "somewhere", "threads": 1, "torch": "2"}
-    text = step.report({"environment": where, "shapes": [shape], "targets": [], "note": "a quiet machine"})
+    text = step.report(
+        {"environment": where, "shapes": [shape], "targets": [], "note": "a quiet machine"}
+    )
     assert "\ncount3: medium, 64 sequences of 64 tokens, prefixes of 1 to 64, 64 outputs\n" in text
     assert "entp triton takes 2.00 times that" in text
     assert any(
-        line.split() == ["entp", "packed", "300.00", "300.00..300.00", "1.00x", "2", "5", "1.00x"] for line in text.splitlines()
+        line.split() == ["entp", "packed", "300.00", "300.00..300.00", "1.00x", "2", "5", "1.00x"]
+        for line in text.splitlines()
     )
     assert text.endswith("\n\nnote: a quiet machine")
 
@@ -203,7 +250,9 @@ def test_plain_bench_step_is_the_readmes_shape() -> None:
     assert (shape.size, shape.batch, shape.task) == ("small", 8, Match3(length=64))
 
 
-@pytest.mark.parametrize(("got", "met"), [(31.9, "no"), (32.0, "wanted"), (44.9, "wanted"), (45.0, "aim")])
+@pytest.mark.parametrize(
+    ("got", "met"), [(31.9, "no"), (32.0, "wanted"), (44.9, "wanted"), (45.0, "aim")]
+)
 def test_what_counts_as_reached(got: float, met: str) -> None:
     (row,) = reached("count3", {"time": {"entp triton": got, "entp packed": 99.0}})
     assert (row["wanted"], row["aim"], row["reached"], row["met"]) == (32, 45, got, met)
@@ -223,9 +272,14 @@ def test_targets_are_of_named_shapes_and_rows_of_the_table() -> None:
 
 @pytest.mark.slow
 def test_on_a_gpu_the_targets_stand_under_the_tables(section: dict[str, Any]) -> None:
-    """A measured shape renamed, its ratios set: targets are looked up by shape, measure and contender."""
+    """A measured shape renamed, its ratios set: targets are looked up by shape, measure and
+    contender."""
     rows = [{**row, "ratio": 33.0, "memory_ratio": 6.0} for row in section["shapes"][0]["steps"]]
-    shape = {**section["shapes"][0], "name": "count3", "steps": [{**rows[1], "name": "entp triton"}]}
+    shape = {
+        **section["shapes"][0],
+        "name": "count3",
+        "steps": [{**rows[1], "name": "entp triton"}],
+    }
     targets = step._targets(shape)
     assert [(t["measure"], t["met"]) for t in targets] == [("time", "wanted"), ("memory", "aim")]
     assert "33.00x  wanted" in step.report({**section, "shapes": [shape], "targets": targets})
@@ -233,7 +287,9 @@ def test_on_a_gpu_the_targets_stand_under_the_tables(section: dict[str, Any]) ->
 
 @pytest.mark.gpu
 def test_kernels_take_part_and_are_named_on_cuda() -> None:
-    options = BenchStepOptions(shapes="small", repeats=2, contenders="packed,triton,decoder", profile=True, device="cuda")
+    options = BenchStepOptions(
+        shapes="small", repeats=2, contenders="packed,triton,decoder", profile=True, device="cuda"
+    )
     found = step.bench(options)
     (shape,) = found["shapes"]
     assert [row["name"] for row in shape["steps"]] == ["entp packed", "entp triton", "decoder"]
@@ -247,9 +303,11 @@ def test_kernels_take_part_and_are_named_on_cuda() -> None:
 
 @pytest.mark.slow
 def test_packed_is_faster_than_the_loop_on_a_cpu() -> None:
-    """The README's shape: small, 64 tokens, every prefix. Recorded ratios are in docs/engine.md; this guards the order.
+    """The README's shape: small, 64 tokens, every prefix. Recorded ratios are in docs/engine.md;
+    this guards the order.
 
-    One step each; on a machine that is busy with something else just then, the comparison is made again.
+    One step each; on a machine that is busy with something else just then, the comparison is made
+    again.
     """
     ratios: list[float] = []
     while len(ratios) < 3 and max(ratios, default=0) < 1.3:

@@ -1,4 +1,5 @@
-"""Ways in which people change a model after it was built, for tests that no implementation then gives a wrong number."""
+"""Ways in which people change a model after it was built, for tests that no implementation then
+gives a wrong number."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from entp import Transformer
-from entp.attention import attend
+from entp.engine.masks import attend
 from entp.model import Block
 from entp.model.positions import Rotary
 
@@ -19,11 +20,23 @@ from entp.model.positions import Rotary
 class RotaryInForward(Block):
     """Positions inside forward, which neither packed nor the kernels call."""
 
-    def forward(self, h: Tensor, position_ids: Tensor, mask: Any = None, causal: bool = False, bias: Any = None) -> Tensor:
+    def forward(
+        self,
+        h: Tensor,
+        position_ids: Tensor,
+        mask: Any = None,
+        causal: bool = False,
+        bias: Any = None,
+    ) -> Tensor:
         q, k, v = self.project(h, position_ids)
         turn = Rotary()
         q, k = turn(q, position_ids), turn(k, position_ids)
-        attended = attend(*(part.transpose(1, 2) for part in (q, k, v)), scale=self.scale, mask=mask, causal=causal)
+        attended = attend(
+            *(part.transpose(1, 2) for part in (q, k, v)),
+            scale=self.scale,
+            mask=mask,
+            causal=causal,
+        )
         return self.finish(h, attended.transpose(1, 2).flatten(2))
 
 
@@ -61,7 +74,9 @@ class Int8(nn.Module):
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.scale = nn.Parameter(layer.weight.detach().abs().amax(1, keepdim=True) / 127)
-        self.register_buffer("whole", (layer.weight.detach() / self.scale.detach()).round().to(torch.int8))
+        self.register_buffer(
+            "whole", (layer.weight.detach() / self.scale.detach()).round().to(torch.int8)
+        )
         self.shift = nn.Parameter(layer.bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,7 +158,9 @@ def own_finish(model: Transformer) -> None:
 
 def own_forward(model: Transformer) -> None:
     layer: Any = model.blocks[0].fc
-    layer.forward = types.MethodType(lambda self, x: 0.5 * nn.functional.linear(x, self.weight), layer)
+    layer.forward = types.MethodType(
+        lambda self, x: 0.5 * nn.functional.linear(x, self.weight), layer
+    )
 
 
 def other_weights(model: Transformer) -> None:
@@ -170,9 +187,15 @@ class Change(NamedTuple):
 GELUS = {"tanh": lambda _: nn.GELU("tanh"), "exact": lambda _: nn.GELU()}
 CHANGES: dict[str, Change] = {
     "rms norm": Change(norms(lambda width: nn.RMSNorm(width, eps=1e-5)), True, True),
-    "layer norm without weights": Change(norms(lambda width: nn.LayerNorm(width, elementwise_affine=False)), True, True),
-    "layer norm without bias": Change(norms(lambda width: nn.LayerNorm(width, bias=False)), True, True),
-    "layer norm with another eps": Change(norms(lambda width: nn.LayerNorm(width, eps=0.5)), True, True),
+    "layer norm without weights": Change(
+        norms(lambda width: nn.LayerNorm(width, elementwise_affine=False)), True, True
+    ),
+    "layer norm without bias": Change(
+        norms(lambda width: nn.LayerNorm(width, bias=False)), True, True
+    ),
+    "layer norm with another eps": Change(
+        norms(lambda width: nn.LayerNorm(width, eps=0.5)), True, True
+    ),
     "silu": Change(put("activation", lambda _: nn.SiLU()), True, True),
     "relu": Change(put("activation", lambda _: nn.ReLU()), True, True),
     "exact gelu": Change(put("activation", GELUS["exact"]), True, False),
@@ -184,11 +207,17 @@ CHANGES: dict[str, Change] = {
     "int8 fc": Change(put("fc", Int8), True, False),
     "hook on a block": Change(hooked("", lambda out: 1.5 * out), False, False),
     "hook inside a block": Change(hooked("fc", lambda out: 1.5 * out), True, False),
-    "hook that mixes rows": Change(hooked("fc", lambda out: out + torch.roll(out, 1, -2)), False, False),
+    "hook that mixes rows": Change(
+        hooked("fc", lambda out: out + torch.roll(out, 1, -2)), False, False
+    ),
     "backward hook that mixes rows": Change(scaled_gradient, False, False),
     "module that mixes rows": Change(put("fc", Shifted), False, False),
     "parametrization": Change(
-        each_block(lambda block: parametrize.register_parametrization(block.fc, "weight", Doubled())), True, False
+        each_block(
+            lambda block: parametrize.register_parametrization(block.fc, "weight", Doubled())
+        ),
+        True,
+        False,
     ),
     "a finish of its own": Change(own_finish, True, False),
     "a forward of its own": Change(own_forward, True, False),
@@ -196,7 +225,13 @@ CHANGES: dict[str, Change] = {
     "weights replaced": Change(other_weights, True, True),
     "weights shared between blocks": Change(shared, True, True),
     "frozen weights": Change(lambda model: model.blocks[0].requires_grad_(False), True, True),
-    "eps changed in place": Change(each_block(lambda block: setattr(block.norm_1, "eps", 0.5)), True, True),
-    "scale changed in place": Change(each_block(lambda block: setattr(block, "scale", 0.1)), True, True),
-    "embedding with a largest norm": Change(lambda model: setattr(model.tokens, "max_norm", 1.0), True, False),
+    "eps changed in place": Change(
+        each_block(lambda block: setattr(block.norm_1, "eps", 0.5)), True, True
+    ),
+    "scale changed in place": Change(
+        each_block(lambda block: setattr(block, "scale", 0.1)), True, True
+    ),
+    "embedding with a largest norm": Change(
+        lambda model: setattr(model.tokens, "max_norm", 1.0), True, False
+    ),
 }

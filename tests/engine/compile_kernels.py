@@ -1,4 +1,5 @@
-"""Compiles kernels for an H200 (sm_90) on any machine and prints the shared memory of each; run by test_compile.py.
+"""Compiles kernels for an H200 (sm_90) on any machine and prints the shared memory of each; run by
+test_compile.py.
 
 A process of its own, because the tests' one has told Triton to interpret kernels.
 """
@@ -20,14 +21,24 @@ from entp.engine.triton import attention, embed, last, loss, mlp, rows, running
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
 
 
-def shared(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], warps: int = 4, stages: int = 3) -> int:
+def shared(
+    kernel: Any,
+    pointers: dict[str, str],
+    constants: dict[str, Any],
+    warps: int = 4,
+    stages: int = 3,
+) -> int:
     """Bytes of shared memory of a kernel whose other arguments are aligned integers."""
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in constants}
-    source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, aligned)
+    source = ASTSource(
+        kernel, signature, {(names.index(n),): v for n, v in constants.items()}, aligned
+    )
     options = {"num_warps": warps, "num_stages": stages}
-    return int(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)
+    return int(
+        triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
+    )
 
 
 def attention_kernels(half: torch.dtype, size: int) -> dict[str, int]:
@@ -42,10 +53,15 @@ def attention_kernels(half: torch.dtype, size: int) -> dict[str, int]:
     }
     base |= {"dqkv": POINTERS[half], **dict.fromkeys(("share", "lse", "delta"), POINTERS[wide])}
     largest, found = attention.whole(size, half), {}
-    for backward, kernel in ((False, attention._attention_forward_whole), (True, attention._attention_backward_whole)):
+    for backward, kernel in (
+        (False, attention._attention_forward_whole),
+        (True, attention._attention_backward_whole),
+    ):
         tile = attention._whole(largest, half, backward=backward)
         warps = tile.pop("num_warps")
-        found[f"whole {'backward' if backward else 'forward'}"] = shared(kernel, base, {**fixed, **tile}, warps)
+        found[f"whole {'backward' if backward else 'forward'}"] = shared(
+            kernel, base, {**fixed, **tile}, warps
+        )
     for name in ("_attention_forward", "_attention_backward_queries", "_attention_backward_keys"):
         found[name] = shared(getattr(attention, name), base, {**fixed, "TILE": min(64, largest)})
     return found
@@ -77,15 +93,30 @@ def row_kernels(width: int) -> dict[str, int]:
     return {
         "add_norm": shared(rows._add_norm, base, {"EPS": 1e-5, **last_kind}, warps[0]),
         "add_norm_backward": shared(rows._add_norm_backward, base, {**last_kind, **down}, warps[1]),
-        "first": shared(rows._first_add_norm_backward, {**base, "dh_out": "*fp32"}, {"NORM": True, **tile}, warps[0]),
-        "activate": shared(mlp._activate, base, {"WIDE": tl.float32, "KIND": 1, "R": 8, "C": 512}, 8),
-        "activate_backward": shared(mlp._activate_backward, base, {**back, "R": 16, "C": 512, "STAGES": 2}),
-        "activate_backward of few columns": shared(mlp._activate_backward, base, {**back, "R": 32, "C": 128, "STAGES": 3}),
+        "first": shared(
+            rows._first_add_norm_backward,
+            {**base, "dh_out": "*fp32"},
+            {"NORM": True, **tile},
+            warps[0],
+        ),
+        "activate": shared(
+            mlp._activate, base, {"WIDE": tl.float32, "KIND": 1, "R": 8, "C": 512}, 8
+        ),
+        "activate_backward": shared(
+            mlp._activate_backward, base, {**back, "R": 16, "C": 512, "STAGES": 2}
+        ),
+        "activate_backward of few columns": shared(
+            mlp._activate_backward, base, {**back, "R": 32, "C": 128, "STAGES": 3}
+        ),
         "column_sums": shared(rows._column_sums, {**base, "out": "*fp32"}, {"R": 1024, "C": 8}, 8),
         "scan_forward": shared(running._scan_forward, base, scan, 1),
         "scan_backward": shared(running._scan_backward, base, scan, 1),
         "loss": shared(loss._loss_forward, base, {"BLOCK": loss.BLOCK}),
-        "tokens": shared(embed._token_gradients, {**base, "grad": "*fp32", "out": "*fp32"}, {"PART": 8192, "R": 512, "C": 32}),
+        "tokens": shared(
+            embed._token_gradients,
+            {**base, "grad": "*fp32", "out": "*fp32"},
+            {"PART": 8192, "R": 512, "C": 32},
+        ),
     }
 
 

@@ -1,7 +1,8 @@
-"""Train on sequences of random lengths by kernels and graphs, beside torch's own: `python random_lengths.py SEED SECONDS`.
+"""Train on sequences of random lengths by kernels and graphs, beside torch's own: `python
+random_lengths.py SEED SECONDS`.
 
-Prints one line for each length and mode, and ends with an error where losses or gradient norms differ. Run several at once:
-processes that share a GPU have found what one alone did not.
+Prints one line for each length and mode, and ends with an error where losses or gradient norms
+differ. Run several at once: processes that share a GPU have found what one alone did not.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from entp.training.distributed import World
 from entp.training.step import EAGER_STEPS, Stepper
 from entp.training.trainer import new_state
 
-LONGEST, MODES = 300, ("decoder", "entp", "prefix")
+LONGEST, MODES = 300, ("decoder", "entp", "prefix-lm")
 STEPS = EAGER_STEPS + 4
 
 
@@ -34,21 +35,27 @@ class WithPrefix(RandomTokens):
 
 
 def draw_run(rng: np.random.Generator) -> Run:
-    """A random length, mode, depth and width; Muon as in the run that once ended in a CUDA error, or AdamW."""
+    """A random length, mode, depth and width; Muon as in the run that once ended in a CUDA error,
+    or AdamW."""
     length, mode = int(rng.integers(1, LONGEST + 1)), str(rng.choice(MODES))
     heads, width = ((2, 64), (4, 256))[int(rng.integers(2))]
     layers, task = int(rng.choice([1, 2, 5, 10])), WithPrefix(length, 8)
-    model = ModelConfig(vocab=8, positions=length, layers=layers, heads=heads, width=width)
+    model = ModelConfig(vocab=8, context_length=length, layers=layers, heads=heads, width=width)
     if rng.random() < 0.3:
-        model = replace(model, position="rotary")
-    optim = OptimConfig("muon", max_lr=1e-3, min_lr=1e-4, whiten=300) if rng.random() < 0.5 else OptimConfig()
+        model = replace(model, position_embedding="rotary")
+    optim = (
+        OptimConfig("muon", max_lr=1e-3, min_lr=1e-4, whiten=300)
+        if rng.random() < 0.5
+        else OptimConfig()
+    )
     tokens = 12_000 if mode == "entp" else 17_536
     batch = max(1, min(128, tokens // length))
     return Run(task, model, mode, batch=batch, optim=optim)  # type: ignore[arg-type]
 
 
 def some_targets(run: Run, rng: np.random.Generator) -> Batch:
-    """A batch with targets at the last positions only: at most eight where each of them is a prefix of its own."""
+    """A batch with targets at the last positions only: at most eight where each of them is a prefix
+    of its own."""
     batch = run.task.batch(0, "train", 0, run.batch)
     y = batch.y.copy()
     y[:, : max(0, y.shape[1] - int(rng.integers(1, 9)))] = IGNORE
@@ -69,7 +76,8 @@ def losses(run: Run, batch: Batch) -> list[tuple[float, float]]:
 
 
 def compare(run: Run, batch: Batch) -> float:
-    """The largest difference between kernels with graphs and torch's own without, as a fraction, in fp32."""
+    """The largest difference between kernels with graphs and torch's own without, as a fraction, in
+    fp32."""
     kernels = replace(run, train=TrainConfig(impl="triton", precision="fp32"))
     plain = replace(run, train=TrainConfig(impl="packed", precision="fp32", graph=False))
     got, want = np.array(losses(kernels, batch)), np.array(losses(plain, batch))
@@ -87,7 +95,7 @@ def main(seed: int, seconds: float) -> None:
         rows = sum(rows_of(torch.from_numpy(batch.y != IGNORE)))
         mode: Mode = run.mode
         name = f"{run.task.length} tokens x {run.batch}, {mode}, {rows} rows, {run.model.layers} layers of {run.model.width}"  # type: ignore[attr-defined]
-        print(f"{name}, {run.model.position}, {run.optim.name}: off by {off:.1e}", flush=True)
+        print(f"{name}, {run.model.position_embedding}, {run.optim.name}: off by {off:.1e}", flush=True)
         assert off < close, name
         assert np.isfinite(half).all(), name
         number += 1

@@ -1,4 +1,5 @@
-"""How many rows at once: a step is halved where halves keep a GPU busy, and never where they would not; a budget is kept."""
+"""How many rows at once: a step is halved where halves keep a GPU busy, and never where they would
+not; a budget is kept."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ GPU = torch.device("cuda")
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Transformer:
     """Medium, and a GPU of 80 GiB to ask for its memory."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30)
+    )
     with torch.device("meta"):
-        return Transformer(ModelConfig(vocab=2, positions=1, **SIZES["medium"]))
+        return Transformer(ModelConfig(vocab=2, context_length=1, **SIZES["medium"]))
 
 
 def test_a_large_step_is_halved_and_a_small_one_is_not(model: Transformer) -> None:
@@ -42,21 +45,26 @@ def test_a_cpu_takes_what_fits(model: Transformer) -> None:
 
 def test_the_largest_models_get_a_thousand_rows_at_least() -> None:
     with torch.device("meta"):
-        large = Transformer(ModelConfig(vocab=2, positions=1, layers=3, heads=1, width=8192))
+        large = Transformer(ModelConfig(vocab=2, context_length=1, layers=3, heads=1, width=8192))
     assert default_token_budget(large, torch.device("cpu")) == 1024
 
 
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("budget", [9, 30, 90, 1000])
 def test_no_more_rows_than_the_budget_are_computed_at_once(budget: int, gradients: bool) -> None:
-    """In the forward pass, and when parts are made again in the backward one: only one of them is ever in memory."""
+    """In the forward pass, and when parts are made again in the backward one: only one of them is
+    ever in memory."""
     model, at_once = random_model(layers=3), list[int]()
     for block in model.blocks:
         block.fc.register_forward_hook(lambda _module, _inputs, rows: at_once.append(len(rows)))  # type: ignore[union-attr]
     with torch.set_grad_enabled(gradients):
-        model(random_inputs(model, 3, 8))  # the first call also compares packed with the reference, as there are hooks
+        model(
+            random_inputs(model, 3, 8)
+        )  # the first call also compares packed with the reference, as there are hooks
         at_once.clear()
-        out = model(random_inputs(model, 3, 8), impl="packed", token_budget=budget)  # 36 rows in each sequence
+        out = model(
+            random_inputs(model, 3, 8), impl="packed", token_budget=budget
+        )  # 36 rows in each sequence
     forward = len(at_once)
     if gradients:
         out.sum().backward()
@@ -68,5 +76,7 @@ def test_no_more_rows_than_the_budget_are_computed_at_once(budget: int, gradient
 @pytest.mark.parametrize("budget", [0, -1])
 def test_a_budget_of_nothing_is_refused(budget: int) -> None:
     model = random_model()
-    with pytest.raises(InputError, match=f"token_budget is {budget}: it must be a whole number from 1 on"):
+    with pytest.raises(
+        InputError, match=f"token_budget is {budget}: it must be a whole number from 1 on"
+    ):
         all_prefixes(model, random_inputs(model, 1, 3), token_budget=budget)

@@ -1,4 +1,5 @@
-"""Every cache gives the logits of no cache, for every option of the model and for position ids that are given."""
+"""Every cache gives the logits of no cache, for every option of the model and for position ids that
+are given."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import torch
 from random_models import random_model
 from torch import Tensor
 
-from entp.engine.caches import Cache, DecoderCache, EntpCache, NoCache
-from entp.engine.recorded import DecoderStep, EntpStep, RecordedCache
+from entp.engine.generation.caches import Cache, DecoderCache, EntpCache, NoCache
+from entp.engine.generation.cuda_graph import DecoderStep, EntpStep, RecordedCache
 from entp.engine.support import support_of
 
 pytest.importorskip("triton")
@@ -19,15 +20,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 MODELS: list[dict[str, Any]] = [
     {},
-    {"position": "rotary"},
-    {"position": "relative"},
-    {"position": "sinusoidal"},
-    {"position": "none"},
+    {"position_embedding": "rotary"},
+    {"position_embedding": "relative"},
+    {"position_embedding": "sinusoidal"},
+    {"position_embedding": "none"},
     {"kv_heads": 1},
     {"loops": 2},
     {"norm_placement": "post", "activation": "gelu-exact"},
-    {"position": "rotary", "norm": "rms", "activation": "silu", "bias": False, "tied_head": False},
-    {"position": "rotary", "norm": "rms", "activation": "swiglu", "kv_heads": 1},
+    {"position_embedding": "rotary", "norm": "rms", "activation": "silu", "bias": False, "tied_head": False},
+    {"position_embedding": "rotary", "norm": "rms", "activation": "swiglu", "kv_heads": 1},
 ]
 LENGTHS = [5, 2, 4]
 
@@ -44,10 +45,13 @@ def caches(model: Any, mode: str, prefix: Tensor | None) -> list[Cache]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("given", [False, True], ids=["0, 1, 2, ...", "given ids"])
-@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix"])
+@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm"])
 @pytest.mark.parametrize("config", MODELS, ids=str)
-def test_every_cache_gives_the_logits_of_no_cache(config: dict[str, Any], mode: str, given: bool) -> None:
-    """Prompts of different lengths, then four tokens; on a GPU the last of these are replays of a graph."""
+def test_every_cache_gives_the_logits_of_no_cache(
+    config: dict[str, Any], mode: str, given: bool
+) -> None:
+    """Prompts of different lengths, then four tokens; on a GPU the last of these are replays of a
+    graph."""
     model = random_model(layers=3, **config).to(DEVICE)
     generator = torch.Generator().manual_seed(0)
 
@@ -56,7 +60,7 @@ def test_every_cache_gives_the_logits_of_no_cache(config: dict[str, Any], mode: 
 
     lengths = torch.tensor(LENGTHS, device=DEVICE)
     tokens = draw(11, 3, 5) * (torch.arange(5, device=DEVICE) < lengths[:, None])
-    prefix = lengths if mode == "prefix" else None
+    prefix = lengths if mode == "prefix-lm" else None
     plain = NoCache(model, mode, prefix)
     others = caches(model, mode, prefix)
     ids = draw(40, 3, 5) if given else None

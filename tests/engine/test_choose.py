@@ -19,7 +19,9 @@ from entp.engine.triton import attention
 
 def test_without_cuda_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(InputError, match=r"impl 'triton' cannot run here: the device is cpu.*Use impl='packed'"):
+    with pytest.raises(
+        InputError, match=r"impl 'triton' cannot run here: the device is cpu.*Use impl='packed'"
+    ):
         choose("triton", "cpu")
     assert choose("auto", "cpu").impl == "packed"
     assert choose("auto", "cuda").impl == "triton"
@@ -29,32 +31,63 @@ def test_without_cuda_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("config", "dtype", "reason"),
     [
-        ({"width": 2048, "heads": 16}, torch.float32, "width 2048 is above 1024, the most for 16 heads in 32 bits"),
-        ({"width": 1024, "heads": 16}, torch.float64, "width 1024 is above 256, the most for 16 heads in 64 bits"),
-        ({"width": 512, "heads": 4}, torch.float64, "width 512 is above 256, the most for 4 heads in 64 bits"),
-        ({"width": 640, "heads": 20}, torch.float32, "width 640 is above 512, the most for 20 heads in 32 bits"),
-        ({"width": 2 * LARGEST_HEAD, "heads": 1}, torch.float32, f"head size {2 * LARGEST_HEAD} is above {LARGEST_HEAD}"),
+        (
+            {"width": 2048, "heads": 16},
+            torch.float32,
+            "width 2048 is above 1024, the most for 16 heads in 32 bits",
+        ),
+        (
+            {"width": 1024, "heads": 16},
+            torch.float64,
+            "width 1024 is above 256, the most for 16 heads in 64 bits",
+        ),
+        (
+            {"width": 512, "heads": 4},
+            torch.float64,
+            "width 512 is above 256, the most for 4 heads in 64 bits",
+        ),
+        (
+            {"width": 640, "heads": 20},
+            torch.float32,
+            "width 640 is above 512, the most for 20 heads in 32 bits",
+        ),
+        (
+            {"width": 2 * LARGEST_HEAD, "heads": 1},
+            torch.float32,
+            f"head size {2 * LARGEST_HEAD} is above {LARGEST_HEAD}",
+        ),
         ({}, torch.bfloat16, r"the weights are torch.bfloat16.*torch.autocast"),
     ],
 )
-def test_models_that_kernels_cannot_run(config: dict[str, Any], dtype: torch.dtype, reason: str) -> None:
+def test_models_that_kernels_cannot_run(
+    config: dict[str, Any], dtype: torch.dtype, reason: str
+) -> None:
     """By name it is an error with the reason; auto takes packed and gives the reason."""
     with torch.device("meta"):
-        model = entp.Transformer(entp.ModelConfig(**{"vocab": 5, "layers": 2, "heads": 2, "width": 8, **config})).to(dtype)
+        model = entp.Transformer(
+            entp.ModelConfig(**{"vocab": 5, "layers": 2, "heads": 2, "width": 8, **config})
+        ).to(dtype)
     for device in ("cpu", "cuda"):
-        with pytest.raises(InputError, match=rf"impl 'triton' cannot run here: .*{reason}.*Use impl='packed'"):
+        with pytest.raises(
+            InputError, match=rf"impl 'triton' cannot run here: .*{reason}.*Use impl='packed'"
+        ):
             choose("triton", device, model)
     assert choose("auto", "cuda", model).impl == "packed"
     assert re.search(reason, choose("auto", "cuda", model).reason)
 
 
-@pytest.mark.parametrize(("width", "heads", "half"), [(1024, 8, False), (1024, 16, False), (1024, 16, True), (512, 32, True)])
+@pytest.mark.parametrize(
+    ("width", "heads", "half"),
+    [(1024, 8, False), (1024, 16, False), (1024, 16, True), (512, 32, True)],
+)
 def test_the_largest_models_that_kernels_take(width: int, heads: int, half: bool) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device("meta"):
         model = entp.Transformer(entp.ModelConfig(vocab=5, layers=2, heads=heads, width=width))
     with torch.autocast(device, dtype=torch.bfloat16, enabled=half):
-        assert choose("triton", device, model.double() if half else model).impl == "triton"  # autocast's numbers are the size
+        assert (
+            choose("triton", device, model.double() if half else model).impl == "triton"
+        )  # autocast's numbers are the size
 
 
 @pytest.mark.parametrize(

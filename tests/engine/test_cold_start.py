@@ -20,16 +20,20 @@ THREADS, NUMBERS = 2, 5200
 
 
 def differs(function: str, x: torch.Tensor, kind: str) -> bool:
-    """Whether this process's first large call of the function differs from its second. Nothing may have warmed it before."""
+    """Whether this process's first large call of the function differs from its second. Nothing may
+    have warmed it before."""
     torch.set_num_threads(THREADS)
     if kind == "warm":
         warm_math()
-    first, second = (x.logsumexp(0) if function == "logsumexp" else getattr(x, function)() for _ in range(2))
+    first, second = (
+        x.logsumexp(0) if function == "logsumexp" else getattr(x, function)() for _ in range(2)
+    )
     return not torch.equal(first, second)
 
 
 def forked_starts(starts: int, cases: list[str]) -> list[int]:
-    """For each case ("exp float64 warm"), in how many forks of this process, which takes them in turn, the first call differs.
+    """For each case ("exp float64 warm"), in how many forks of this process, which takes them in
+    turn, the first call differs.
 
     This process must not have used the library itself.
     """
@@ -37,7 +41,9 @@ def forked_starts(starts: int, cases: list[str]) -> list[int]:
     for _ in range(starts):
         for i, case in enumerate(cases):
             function, dtype, kind = case.split()
-            x = torch.arange(1, NUMBERS + 1, dtype=getattr(torch, dtype)) / (NUMBERS + 1)  # too few to start threads here
+            x = torch.arange(1, NUMBERS + 1, dtype=getattr(torch, dtype)) / (
+                NUMBERS + 1
+            )  # too few to start threads here
             child = os.fork()
             if not child:
                 status = 2
@@ -53,17 +59,23 @@ def forked_starts(starts: int, cases: list[str]) -> list[int]:
 
 
 def count_starts(starts: int, cases: list[str]) -> list[int]:
-    """The same in the forks of a new process: this one may have used the library, and may have threads, which forks lose."""
+    """The same in the forks of a new process: this one may have used the library, and may have
+    threads, which forks lose."""
     command = [sys.executable, __file__, str(starts), *cases]
     limit = 60 + starts * len(cases)
-    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=limit).stdout
+    out = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, timeout=limit
+    ).stdout
     return [int(count) for count in out.split()]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_warm_start_computes_the_same_bits_at_once() -> None:
-    """Without `warm_math`, up to 10 of 100 starts differ with MKL 2024.2, but few or none while other work keeps cores busy."""
-    assert count_starts(40, ["exp float64 warm", "sqrt float64 warm", "logsumexp float64 warm"]) == [0, 0, 0]
+    """Without `warm_math`, up to 10 of 100 starts differ with MKL 2024.2, but few or none while
+    other work keeps cores busy."""
+    assert count_starts(
+        40, ["exp float64 warm", "sqrt float64 warm", "logsumexp float64 warm"]
+    ) == [0, 0, 0]
 
 
 def test_warm_math_calls_exp_once_with_too_few_numbers_for_threads() -> None:
@@ -71,7 +83,9 @@ def test_warm_math_calls_exp_once_with_too_few_numbers_for_threads() -> None:
     with torch.autograd.profiler.profile(record_shapes=True) as profile:
         warm_math()
         warm_math()
-    assert [event.input_shapes[0] for event in profile.function_events if event.name == "aten::exp"] == [[8]]
+    assert [
+        event.input_shapes[0] for event in profile.function_events if event.name == "aten::exp"
+    ] == [[8]]
 
 
 def main(starts: int) -> None:

@@ -21,8 +21,16 @@ def test_kernels_compile_and_fit(group: str) -> None:
     """At the largest sizes that `choose` lets through, or those of the paper's models."""
     script = Path(__file__).with_name("compile_kernels.py")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, str(script), group], capture_output=True, text=True, env=environment, timeout=600)
+    done = subprocess.run(
+        [sys.executable, str(script), group],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = {name: int(size) for size, name in (line.split(" ", 1) for line in done.stdout.splitlines())}
+    found = {
+        name: int(size) for size, name in (line.split(" ", 1) for line in done.stdout.splitlines())
+    }
     assert len(found) >= 2
     assert all(0 < size <= SHARED for size in found.values()), found

@@ -12,21 +12,25 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from entp import SIZES, ModelConfig
-from entp.engine.caches import DecoderCache, EntpCache
 from entp.engine.flops import decoder_flops, engine_flops, reference_flops, token_flops
+from entp.engine.generation.caches import DecoderCache, EntpCache
 
 BATCH, TIME = 3, 9
 
 
 def counted(work: Any) -> Counter[str]:
-    """Operations by kind. Attention runs as plain products: torch counts a fused backward with its recomputation."""
+    """Operations by kind. Attention runs as plain products: torch counts a fused backward with its
+    recomputation."""
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         work()
-    return Counter({str(op): int(flops) for op, flops in counter.get_flop_counts()["Global"].items()})
+    return Counter(
+        {str(op): int(flops) for op, flops in counter.get_flop_counts()["Global"].items()}
+    )
 
 
 def mask(kind: str) -> torch.Tensor:
-    """Wanted prefixes: all of them, those after a seed, or some at random with nothing at the last position."""
+    """Wanted prefixes: all of them, those after a seed, or some at random with nothing at the last
+    position."""
     wanted = torch.ones(BATCH, TIME, dtype=torch.bool)
     if kind == "seed":
         wanted[:, :4] = False
@@ -37,9 +41,11 @@ def mask(kind: str) -> torch.Tensor:
     return wanted
 
 
-def step(wanted: torch.Tensor, mode: str, impl: str, **config: Any) -> tuple[ModelConfig, Counter[str]]:
+def step(
+    wanted: torch.Tensor, mode: str, impl: str, **config: Any
+) -> tuple[ModelConfig, Counter[str]]:
     """A model and what its forward and backward pass do."""
-    model = random_model(positions=TIME, **config)
+    model = random_model(context_length=TIME, **config)
     x = random_inputs(model, BATCH, TIME)
     return model.config, counted(lambda: model(x, mode, at=wanted, impl=impl).sum().backward())
 
@@ -58,7 +64,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"kv_heads": 2},
     {"activation": "swiglu"},
     {"loops": 2},
-    {"position": "rotary"},
+    {"position_embedding": "rotary"},
     {"bias": False},
 ]
 
@@ -73,11 +79,13 @@ def test_options_of_the_model_are_counted(options: dict[str, Any]) -> None:
     assert decoder_flops(config, wanted).total == found.total()
     config, found = step(wanted, "entp", "packed", layers=2, heads=4, **options)
     flops = engine_flops(config, wanted)
-    absorbed = 0 if config.position == "rotary" else 2 * 3 * 3 * config.width**2 * int(wanted.sum())
+    absorbed = 0 if config.position_embedding == "rotary" else 2 * 3 * 3 * config.width**2 * int(wanted.sum())
     assert found["aten.addmm"] + found["aten.mm"] == flops.linear - absorbed + flops.readout
 
 
-@pytest.mark.parametrize("kind", [{"input_dim": 5, "outputs": 3}, {"vocab": 7, "outputs": 3}], ids=["vectors", "tokens"])
+@pytest.mark.parametrize(
+    "kind", [{"input_dim": 5, "outputs": 3}, {"vocab": 7, "outputs": 3}], ids=["vectors", "tokens"]
+)
 def test_vectors_and_a_head_are_counted(kind: dict[str, int]) -> None:
     wanted = mask("seed")
     config, found = step(wanted, "entp", "reference", **kind)
@@ -91,9 +99,10 @@ def test_vectors_and_a_head_are_counted(kind: dict[str, int]) -> None:
 def test_the_engine_is_what_packed_does(layers: int, kind: str) -> None:
     """Linear layers exactly; attention up to what packed's blocks of lengths add to layer 1.
 
-    Linear layers and the readout are (add)mm. The absorbed W_Q, W_K, W_V of the last layer, 3 D² per prefix, run as bmm
-    together with all attention. Packed computes layer 1's outputs and gradients densely for the lengths of a block, so it
-    does more there than the formula, and never less.
+    Linear layers and the readout are (add)mm. The absorbed W_Q, W_K, W_V of the last layer, 3 D²
+    per prefix, run as bmm together with all attention. Packed computes layer 1's outputs and
+    gradients densely for the lengths of a block, so it does more there than the formula, and never
+    less.
     """
     wanted = mask(kind)
     config, found = step(wanted, "entp", "packed", layers=layers, heads=4)
@@ -104,7 +113,9 @@ def test_the_engine_is_what_packed_does(layers: int, kind: str) -> None:
     blocks_add = found.total() - flops.total
     longest = int(wanted.nonzero()[:, 1].max()) + 1
     lengths = int(wanted.any(0).sum())
-    dense = 3 * 2 * config.width * BATCH * longest**2 * lengths  # every length over every pair, forward and backward
+    dense = (
+        3 * 2 * config.width * BATCH * longest**2 * lengths
+    )  # every length over every pair, forward and backward
     assert blocks_add <= dense if layers > 1 else blocks_add == 0
 
 
@@ -112,7 +123,7 @@ def test_the_shares_of_the_document_come_out() -> None:
     """Linear work left is (12 L - 15) / (12 L) in the limit of long sequences: docs/engine.md."""
     wanted = torch.ones(1, 4096, dtype=torch.bool)
     for layers, share in ((2, 9 / 24), (6, 57 / 72)):
-        config = ModelConfig(vocab=2, positions=4096, layers=layers, heads=2, width=32)
+        config = ModelConfig(vocab=2, context_length=4096, layers=layers, heads=2, width=32)
         left = engine_flops(config, wanted).linear / reference_flops(config, wanted).linear
         assert left == pytest.approx(share, rel=1e-2)
         assert left > share
@@ -121,7 +132,7 @@ def test_the_shares_of_the_document_come_out() -> None:
 def test_the_engine_never_does_more_than_the_loop() -> None:
     wanted = torch.ones(2, 64, dtype=torch.bool)
     for size in SIZES.values():
-        config = ModelConfig(vocab=64, positions=64, **size)
+        config = ModelConfig(vocab=64, context_length=64, **size)
         engine, loop = engine_flops(config, wanted), reference_flops(config, wanted)
         assert engine.total < loop.total
         assert engine.readout == loop.readout
@@ -130,14 +141,15 @@ def test_the_engine_never_does_more_than_the_loop() -> None:
 
 def test_nothing_wanted_costs_nothing() -> None:
     wanted = torch.zeros(2, 5, dtype=torch.bool)
-    config = ModelConfig(vocab=7, positions=5, layers=3, heads=1, width=8)
+    config = ModelConfig(vocab=7, context_length=5, layers=3, heads=1, width=8)
     assert reference_flops(config, wanted).total == engine_flops(config, wanted).total == 0
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_one_more_token(layers: int) -> None:
-    """Decoder exactly. ENTP's first layer adds a key by elementwise products, which torch does not count."""
-    model = random_model(layers=layers, heads=4, positions=TIME)
+    """Decoder exactly. ENTP's first layer adds a key by elementwise products, which torch does not
+    count."""
+    model = random_model(layers=layers, heads=4, context_length=TIME)
     x, lengths = random_inputs(model, 1, TIME), torch.tensor([TIME - 1])
     for mode in ("decoder", "entp") if layers > 1 else ("decoder",):
         cache = DecoderCache(model, TIME) if mode == "decoder" else EntpCache(model, TIME)
@@ -146,4 +158,6 @@ def test_one_more_token(layers: int) -> None:
             found = counted(lambda cache=cache: cache.append(x[:, -1]))
         first = 2 * 4 * model.config.width * TIME if mode == "entp" else 0
         assert token_flops(model.config, TIME, mode).total - first == found.total()
-    assert layers > 1 or token_flops(model.config, TIME, "entp") == token_flops(model.config, TIME, "decoder")
+    assert layers > 1 or token_flops(model.config, TIME, "entp") == token_flops(
+        model.config, TIME, "decoder"
+    )

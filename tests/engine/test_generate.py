@@ -1,4 +1,5 @@
-"""Generation: caches against recomputation and against the paper's loop, drawing, stopping, and every error."""
+"""Generation: caches against recomputation and against the paper's loop, drawing, stopping, and
+every error."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 
 from entp.config import MODES, ModelConfig
-from entp.engine.caches import Cache, DecoderCache, EntpCache, NoCache
-from entp.engine.generate import Sampling, generate, pick
+from entp.engine.generation.caches import Cache, DecoderCache, EntpCache, NoCache
+from entp.engine.generation.generate import Sampling, generate, pick
 from entp.errors import InputError
 from entp.model import Transformer
 
@@ -23,19 +24,24 @@ SHAPES = {
     "two layers": {"layers": 2},
     "three layers": {"layers": 3},
     "four layers": {"layers": 4, "heads": 4},
-    "no positions": {"layers": 3, "position": "none"},
-    "given positions": {"layers": 2, "position": "given"},
+    "no positions": {"layers": 3, "position_embedding": "none"},
+    "given positions": {"layers": 2, "position_embedding": "given"},
     "no norm": {"layers": 3, "norm": "none", "activation": "relu"},
-    "scale one": {"layers": 3, "scale": "one", "heads": 1},
+    "scale one": {"layers": 3, "attention_scale": "one", "heads": 1},
 }
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 modes = pytest.mark.parametrize("mode", MODES)
 
 
 def build(dtype: torch.dtype = torch.float64, **shape: object) -> Transformer:
-    """A tiny model whose weights are large enough for outputs to differ between tokens and between modes."""
+    """A tiny model whose weights are large enough for outputs to differ between tokens and between
+    modes."""
     torch.manual_seed(0)
-    model = Transformer(ModelConfig(**{"vocab": VOCAB, "positions": 24, "layers": 3, "heads": 2, "width": 8, **shape}))
+    model = Transformer(
+        ModelConfig(
+            **{"vocab": VOCAB, "context_length": 24, "layers": 3, "heads": 2, "width": 8, **shape}
+        )
+    )
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor += 0.3 * torch.randn_like(tensor)
@@ -44,7 +50,9 @@ def build(dtype: torch.dtype = torch.float64, **shape: object) -> Transformer:
 
 def batch(prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
     longest = max(map(len, prompts))
-    return torch.tensor([p + [0] * (longest - len(p)) for p in prompts]), torch.tensor([len(p) for p in prompts])
+    return torch.tensor([p + [0] * (longest - len(p)) for p in prompts]), torch.tensor(
+        [len(p) for p in prompts]
+    )
 
 
 def cache_of(model: Transformer, mode: str, prefix: Tensor | None) -> Cache:
@@ -78,7 +86,7 @@ def paper_logits(model: Transformer, mode: str, new: Tensor, prefix: Tensor | No
 @modes
 def test_each_steps_logits_agree(mode: str, shape: dict[str, object]) -> None:
     model = build(**shape)
-    prefix = torch.tensor([2, 1, 3, 1, 5]) if mode == "prefix" else None
+    prefix = torch.tensor([2, 1, 3, 1, 5]) if mode == "prefix-lm" else None
     new = torch.randint(VOCAB, (9, len(PROMPTS)))
     cached = step_logits(cache_of(model, mode, prefix), new)
     plain = step_logits(NoCache(model, mode, prefix), new)
@@ -91,13 +99,21 @@ def test_each_steps_logits_agree(mode: str, shape: dict[str, object]) -> None:
 
 @shapes
 @modes
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.3, "top_k": 7, "top_p": 0.9, "seed": 5}], ids=["greedy", "drawn"])
-def test_cached_tokens_equal_uncached(mode: str, shape: dict[str, object], sampling: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 1.3, "top_k": 7, "top_p": 0.9, "seed": 5}],
+    ids=["greedy", "drawn"],
+)
+def test_cached_tokens_equal_uncached(
+    mode: str, shape: dict[str, object], sampling: dict[str, float]
+) -> None:
     model = build(**shape)
     with_cache = generate(model, PROMPTS, 12, mode, **sampling)
     assert with_cache == generate(model, PROMPTS, 12, mode, cache=False, **sampling)
     assert [row[: len(p)] for row, p in zip(with_cache, PROMPTS, strict=True)] == PROMPTS
-    assert [len(row) - len(p) for row, p in zip(with_cache, PROMPTS, strict=True)] == [12] * len(PROMPTS)
+    assert [len(row) - len(p) for row, p in zip(with_cache, PROMPTS, strict=True)] == [12] * len(
+        PROMPTS
+    )
 
 
 def test_modes_and_prefixes_differ() -> None:
@@ -105,12 +121,17 @@ def test_modes_and_prefixes_differ() -> None:
     model = build()
     new = torch.randint(VOCAB, (3, len(PROMPTS)))
     outputs = [step_logits(cache_of(model, mode, None), new) for mode in ("entp", "decoder")]
-    outputs += [step_logits(DecoderCache(model, 24, torch.tensor(p)), new) for p in ([2, 1, 2, 2, 2], [5, 1, 3, 3, 7])]
+    outputs += [
+        step_logits(DecoderCache(model, 24, torch.tensor(p)), new)
+        for p in ([2, 1, 2, 2, 2], [5, 1, 3, 3, 7])
+    ]
     longest = [out[:, 4] for out in outputs]
     assert all((a - b).abs().max() > 1e-3 for i, a in enumerate(longest) for b in longest[:i])
 
 
-@pytest.mark.parametrize("prompts", [[[4]], [[4], [5]], [[1, 2, 3]]], ids=["one token", "two of one token", "one prompt"])
+@pytest.mark.parametrize(
+    "prompts", [[[4]], [[4], [5]], [[1, 2, 3]]], ids=["one token", "two of one token", "one prompt"]
+)
 @modes
 def test_small_batches(mode: str, prompts: list[list[int]]) -> None:
     model = build()
@@ -123,14 +144,16 @@ def test_small_batches(mode: str, prompts: list[list[int]]) -> None:
 def test_entp_state_is_at_least_fp32(dtype: torch.dtype) -> None:
     cache = EntpCache(build(dtype), 24)
     logits = step_logits(cache, torch.randint(VOCAB, (4, len(PROMPTS))))
-    assert {cache.q.dtype, cache.k.dtype, cache.v.dtype, cache.z.dtype, cache.o.dtype} == {torch.float32}
+    assert {cache.q.dtype, cache.k.dtype, cache.v.dtype, cache.z.dtype, cache.o.dtype} == {
+        torch.float32
+    }
     assert logits.dtype == dtype
 
 
 @modes
 def test_runs_under_autocast(mode: str) -> None:
     model, new = build(torch.float32), torch.randint(VOCAB, (9, len(PROMPTS)))
-    prefix = torch.tensor([2, 1, 3, 1, 5]) if mode == "prefix" else None
+    prefix = torch.tensor([2, 1, 3, 1, 5]) if mode == "prefix-lm" else None
     exact = step_logits(NoCache(model, mode, prefix), new)
     with torch.autocast("cpu", torch.bfloat16):
         rounded = step_logits(cache_of(model, mode, prefix), new)
@@ -139,7 +162,7 @@ def test_runs_under_autocast(mode: str) -> None:
 
 @torch.no_grad()
 def test_entp_state_stays_exact_over_many_tokens() -> None:
-    model, tokens = build(torch.float32, position="none", layers=2), torch.randint(VOCAB, (150,))
+    model, tokens = build(torch.float32, position_embedding="none", layers=2), torch.randint(VOCAB, (150,))
     cache = EntpCache(model, 150)
     cache.prefill(tokens[None, :1], torch.tensor([1]))
     last = [cache.append(token[None]) for token in tokens[1:]][-1]
@@ -168,22 +191,33 @@ def test_tensor_and_list_outputs_agree(mode: str, cache: bool) -> None:
     assert out.dtype == torch.int64
     assert out.shape == (2, 10)
     assert out.tolist() == generate(model, rows, 7, mode, cache=cache)
-    assert out.tolist() == generate(model, list(torch.tensor(rows)), 7, mode, cache=cache)  # any integers will do
+    assert out.tolist() == generate(
+        model, list(torch.tensor(rows)), 7, mode, cache=cache
+    )  # any integers will do
 
 
 @pytest.mark.parametrize("cache", [True, False])
 def test_default_prefix_is_the_whole_prompt(cache: bool) -> None:
     model = build()
-    whole = generate(model, PROMPTS, 8, "prefix", cache=cache)
-    assert whole == generate(model, PROMPTS, 8, "prefix", prefix=[len(p) for p in PROMPTS], cache=cache)
-    assert generate(model, PROMPTS, 8, "prefix", prefix=1, cache=cache) == generate(model, PROMPTS, 8, "decoder")
+    whole = generate(model, PROMPTS, 8, "prefix-lm", cache=cache)
+    assert whole == generate(
+        model, PROMPTS, 8, "prefix-lm", prefix=[len(p) for p in PROMPTS], cache=cache
+    )
+    assert generate(model, PROMPTS, 8, "prefix-lm", prefix=1, cache=cache) == generate(
+        model, PROMPTS, 8, "decoder"
+    )
 
 
 def test_prefix_may_be_one_number_or_one_per_prompt() -> None:
     model, rows = build(), [[1, 2, 3], [4, 5, 6, 7]]
-    assert generate(model, rows, 5, "prefix", prefix=3) == generate(model, rows, 5, "prefix", prefix=[3, 3])
-    alone = [generate(model, [row], 5, "prefix", prefix=p)[0] for row, p in zip(rows, (2, 4), strict=True)]
-    assert generate(model, rows, 5, "prefix", prefix=[2, 4]) == alone
+    assert generate(model, rows, 5, "prefix-lm", prefix=3) == generate(
+        model, rows, 5, "prefix-lm", prefix=[3, 3]
+    )
+    alone = [
+        generate(model, [row], 5, "prefix-lm", prefix=p)[0]
+        for row, p in zip(rows, (2, 4), strict=True)
+    ]
+    assert generate(model, rows, 5, "prefix-lm", prefix=[2, 4]) == alone
 
 
 @modes
@@ -236,7 +270,9 @@ def test_without_seed_the_global_generator_draws() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_narrow_sampling_is_greedy(narrow: dict[str, float], dtype: torch.dtype) -> None:
     model = build(dtype)
-    assert generate(model, PROMPTS, 12, **{"temperature": 1.0, "seed": 0, **narrow}) == generate(model, PROMPTS, 12)
+    assert generate(model, PROMPTS, 12, **{"temperature": 1.0, "seed": 0, **narrow}) == generate(
+        model, PROMPTS, 12
+    )
 
 
 LOGITS = torch.tensor([0.5, 2.0, 1.0, -1.0, 1.5, 0.0])
@@ -249,18 +285,24 @@ def drawn(sampling: Sampling, draws: int = 20_000) -> Counter[int]:
 
 def test_draws_follow_softmax() -> None:
     counts = drawn(Sampling(temperature=0.7))
-    assert [counts[token] / 20_000 for token in range(6)] == pytest.approx((LOGITS / 0.7).softmax(-1).tolist(), abs=0.015)
+    assert [counts[token] / 20_000 for token in range(6)] == pytest.approx(
+        (LOGITS / 0.7).softmax(-1).tolist(), abs=0.015
+    )
 
 
 def test_draws_round_neither_half_nor_double_precision() -> None:
     rows, sampling = LOGITS.bfloat16().expand(5000, -1), Sampling(temperature=0.7, top_p=0.93)
-    half, single = (pick(logits, sampling, torch.Generator().manual_seed(0)) for logits in (rows, rows.float()))
+    half, single = (
+        pick(logits, sampling, torch.Generator().manual_seed(0)) for logits in (rows, rows.float())
+    )
     assert torch.equal(half, single)
     nearly = torch.tensor([1.0, 1.0 + 1e-12], dtype=torch.float64)
     assert pick(nearly.expand(100, -1), Sampling(temperature=1e-14)).tolist() == [1] * 100
 
 
-@pytest.mark.parametrize(("k", "allowed"), [(1, {1}), (3, {1, 4, 2}), (6, set(range(6))), (50, set(range(6)))])
+@pytest.mark.parametrize(
+    ("k", "allowed"), [(1, {1}), (3, {1, 4, 2}), (6, set(range(6))), (50, set(range(6)))]
+)
 def test_top_k_draws_from_the_k_best(k: int, allowed: set[int]) -> None:
     assert set(drawn(Sampling(temperature=1.0, top_k=k))) == allowed
 
@@ -275,9 +317,14 @@ def test_top_p_draws_from_the_fewest_that_reach_p() -> None:
     for count in range(1, 6):
         just_above, just_below = float(reached[count - 1]) + 1e-3, float(reached[count - 1]) - 1e-3
         assert set(drawn(Sampling(temperature=1.0, top_p=just_below))) == set(best_first[:count])
-        assert set(drawn(Sampling(temperature=1.0, top_p=just_above))) == set(best_first[: count + 1])
+        assert set(drawn(Sampling(temperature=1.0, top_p=just_above))) == set(
+            best_first[: count + 1]
+        )
     assert set(drawn(Sampling(temperature=1.0, top_p=1.0))) == set(range(6))
-    assert set(pick(torch.zeros(100, 4), Sampling(temperature=1.0, top_p=0.5)).tolist()) == {0, 1}  # they reach it exactly
+    assert set(pick(torch.zeros(100, 4), Sampling(temperature=1.0, top_p=0.5)).tolist()) == {
+        0,
+        1,
+    }  # they reach it exactly
 
 
 def test_top_p_is_measured_after_top_k() -> None:
@@ -308,18 +355,20 @@ def test_on_cuda_as_on_the_cpu(mode: str) -> None:
     assert generate(model, PROMPTS, 12, mode) == expected
     assert generate(model, torch.tensor(PROMPTS[:1]), 12, mode).tolist() == expected[:1]
     sampling = {"temperature": 1.0, "seed": 1}
-    assert generate(model, PROMPTS, 12, mode, **sampling) == generate(model, PROMPTS, 12, mode, cache=False, **sampling)
+    assert generate(model, PROMPTS, 12, mode, **sampling) == generate(
+        model, PROMPTS, 12, mode, cache=False, **sampling
+    )
     assert not generate(model, torch.tensor([[1, 2, 3]]), 12, mode).is_cuda
     assert generate(model.bfloat16(), torch.tensor([[1, 2, 3]]).cuda(), 12, mode).is_cuda
 
 
 @modes
 def test_every_position_can_be_used(mode: str) -> None:
-    model = build(positions=8)
+    model = build(context_length=8)
     assert len(generate(model, [[1, 2, 3]], 6, mode)[0]) == 9
     with pytest.raises(InputError, match="need 9 positions and the model has 8"):
         generate(model, [[1], [1, 2, 3]], 7, mode)
-    assert len(generate(build(positions=2, position="none"), [[1, 2, 3]], 7, mode)[0]) == 10
+    assert len(generate(build(context_length=2, position_embedding="none"), [[1, 2, 3]], 7, mode)[0]) == 10
 
 
 ERRORS: dict[str, tuple[dict[str, object], str]] = {
@@ -341,9 +390,12 @@ ERRORS: dict[str, tuple[dict[str, object], str]] = {
     "top_p zero": ({"top_p": 0.0}, "top_p is 0.0"),
     "top_p above one": ({"top_p": 1.1}, "top_p is 1.1"),
     "max_new_tokens": ({"max_new_tokens": 0}, "max_new_tokens is 0: it must be at least 1"),
-    "prefix zero": ({"mode": "prefix", "prefix": 0}, "prefix 0 does not fit prompt 0.*1 to 3"),
-    "prefix too long": ({"mode": "prefix", "prefix": [3, 3]}, "prefix 3 does not fit prompt 1.*1 to 2"),
-    "prefix count": ({"mode": "prefix", "prefix": [1, 1, 1]}, "3 numbers for 2 prompts"),
+    "prefix zero": ({"mode": "prefix-lm", "prefix": 0}, "prefix 0 does not fit prompt 0.*1 to 3"),
+    "prefix too long": (
+        {"mode": "prefix-lm", "prefix": [3, 3]},
+        "prefix 3 does not fit prompt 1.*1 to 2",
+    ),
+    "prefix count": ({"mode": "prefix-lm", "prefix": [1, 1, 1]}, "3 numbers for 2 prompts"),
 }
 
 
@@ -356,6 +408,9 @@ def test_errors_say_what_is_wrong(change: dict[str, object], message: str) -> No
 
 @pytest.mark.parametrize("shape", [{"outputs": 3}, {"vocab": None, "input_dim": 4, "outputs": 3}])
 def test_models_that_do_not_predict_tokens_are_refused(shape: dict[str, object]) -> None:
-    for prompts in ([[1, 2]], [[[0.5] * 4] * 2]):  # vectors are no lists of ids, but that is not what is wrong with them
+    for prompts in (
+        [[1, 2]],
+        [[[0.5] * 4] * 2],
+    ):  # vectors are no lists of ids, but that is not what is wrong with them
         with pytest.raises(InputError, match=r"reads tokens and predicts them.*outputs=3"):
             generate(build(**shape), prompts, 2)  # type: ignore[type-var]

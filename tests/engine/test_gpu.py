@@ -21,28 +21,39 @@ import entp
 from entp.bench.shapes import RandomTokens
 from entp.bench.step import make_step
 from entp.config import OptimConfig, Run, TrainConfig, model_for
-from entp.engine import cublaslt
+from entp.engine.triton import cublaslt
 from entp.tasks.base import Task
 from entp.tasks.counting import Count3, Match3
-from entp.training.metrics import read_metrics
+from entp.training.loggers import read_metrics
 from entp.training.step import EAGER_STEPS
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = [{"layers": 2}, {"layers": 3, "width": 32}, {"layers": 4, "norm": "none"}, {"layers": 3, "scale": "one", "heads": 1}]
+SHAPES = [
+    {"layers": 2},
+    {"layers": 3, "width": 32},
+    {"layers": 4, "norm": "none"},
+    {"layers": 3, "attention_scale": "one", "heads": 1},
+]
 
 
-def outputs_and_gradients(model: entp.Transformer, x: Tensor, mode: str = "entp", **options: object) -> dict[str, Tensor]:
+def outputs_and_gradients(
+    model: entp.Transformer, x: Tensor, mode: str = "entp", **options: object
+) -> dict[str, Tensor]:
     """Outputs under `out`, and every parameter's gradient of a fixed combination of them."""
     model.zero_grad()
     out = model(x, mode, **options).double()  # type: ignore[arg-type]
     weight = torch.sin(torch.arange(out.numel(), device=out.device, dtype=out.dtype)).view_as(out)
     (out * weight).sum().backward()
-    return {"out": out.detach(), **{n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}}
+    return {
+        "out": out.detach(),
+        **{n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None},
+    }
 
 
 def rounded_pair(seed: int = 0, **config: Any) -> tuple[entp.Transformer, entp.Transformer]:
-    """A float64 model and a float32 one with the same weights, for any width of about the same size of activations."""
+    """A float64 model and a float32 one with the same weights, for any width of about the same size
+    of activations."""
     exact = random_model(seed, **config)
     for p in exact.blocks.parameters():
         p.data *= min(1.0, (64 / exact.config.width) ** 0.5) if p.ndim == 2 else 1.0
@@ -57,13 +68,21 @@ def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
     names = [name for name in want if name != "out"]
     return {
         "out": float((got["out"] - want["out"]).abs().mean()),
-        "gradients": sum(float((got[name] - want[name]).norm() / want[name].norm()) for name in names),
+        "gradients": sum(
+            float((got[name] - want[name]).norm() / want[name].norm()) for name in names
+        ),
     }
 
 
-@pytest.mark.parametrize(("impl", "config"), [*(("packed", s) for s in SHAPES), *(("triton", s) for s in SHAPES[1:3])], ids=str)
+@pytest.mark.parametrize(
+    ("impl", "config"),
+    [*(("packed", s) for s in SHAPES), *(("triton", s) for s in SHAPES[1:3])],
+    ids=str,
+)
 @pytest.mark.parametrize("budget", [None, 50])
-def test_engines_equal_the_reference_in_float64(impl: str, config: dict[str, Any], budget: int | None) -> None:
+def test_engines_equal_the_reference_in_float64(
+    impl: str, config: dict[str, Any], budget: int | None
+) -> None:
     model = random_model(**config).cuda()
     x = random_inputs(model, 3, 35).cuda()
     lengths = torch.tensor([35, 20, 1]).cuda()
@@ -77,7 +96,7 @@ def test_engines_equal_the_reference_in_float64(impl: str, config: dict[str, Any
 @pytest.mark.parametrize("impl", ["packed", "triton"])
 def test_long_prefixes_equal_the_reference_in_float64(impl: str) -> None:
     """Up to 200 tokens: prefixes of one tile and of several, side by side."""
-    model = random_model(layers=3, positions=200).cuda()
+    model = random_model(layers=3, context_length=200).cuda()
     x = random_inputs(model, 2, 200).cuda()
     at = torch.rand(2, 200, generator=torch.Generator().manual_seed(0)) < 0.15
     at[:, [0, 63, 64, 127, 128, 199]] = True
@@ -90,8 +109,9 @@ def test_long_prefixes_equal_the_reference_in_float64(impl: str) -> None:
 @pytest.mark.parametrize("size", [32, 64, 96, 128])
 @pytest.mark.parametrize("half", [True, False], ids=["bf16", "fp32"])
 def test_head_sizes(size: int, half: bool) -> None:
-    """In either precision, in one tile and in several: at most twice as far from float64 as the reference is."""
-    exact, single = rounded_pair(layers=3, heads=384 // size, width=384, positions=200)
+    """In either precision, in one tile and in several: at most twice as far from float64 as the
+    reference is."""
+    exact, single = rounded_pair(layers=3, heads=384 // size, width=384, context_length=200)
     x = random_inputs(exact, 2, 200).cuda()
     at = [126, 198]
     want = outputs_and_gradients(exact, x, impl="reference", at=at)
@@ -100,13 +120,17 @@ def test_head_sizes(size: int, half: bool) -> None:
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=half):
             found[impl] = errors(outputs_and_gradients(single, x, impl=impl, at=at), want)
     for kind, error in found["triton"].items():
-        print(f"head size {size}, {'bf16' if half else 'fp32'}, {kind}: {error:.2g}, reference {found['reference'][kind]:.2g}")
+        print(
+            f"head size {size}, {'bf16' if half else 'fp32'}, {kind}: {error:.2g}, reference "
+            f"{found['reference'][kind]:.2g}"
+        )
         assert error <= 2 * found["reference"][kind], kind
 
 
 @pytest.mark.parametrize("impl", ["packed", "triton"])
 def test_bf16_is_as_close_to_float64_as_the_references_bf16(impl: str) -> None:
-    """Outputs and gradients: the ratio of errors, averaged over models, is not above 1 by more than its own uncertainty."""
+    """Outputs and gradients: the ratio of errors, averaged over models, is not above 1 by more than
+    its own uncertainty."""
     ratios: dict[str, list[float]] = {"out": [], "gradients": []}
     for seed in range(16):
         exact, single = rounded_pair(seed, layers=3, heads=2, width=64, vocab=64)
@@ -127,8 +151,9 @@ def test_bf16_is_as_close_to_float64_as_the_references_bf16(impl: str) -> None:
 
 @pytest.mark.parametrize("free", [None, 16])
 def test_a_decoder_by_the_kernels_is_as_close_to_float64_as_torchs(free: int | None) -> None:
-    """Outputs and gradients in bf16: the kernels' errors over torch's, averaged over models, are not above 1 but for noise."""
-    mode, ratios = "decoder" if free is None else "prefix", {"out": [], "gradients": []}
+    """Outputs and gradients in bf16: the kernels' errors over torch's, averaged over models, are
+    not above 1 but for noise."""
+    mode, ratios = "decoder" if free is None else "prefix-lm", {"out": [], "gradients": []}
     for seed in range(16):
         exact, single = rounded_pair(seed, layers=3, heads=2, width=64, vocab=64)
         x = random_inputs(exact, 8, 40, seed).cuda()
@@ -136,7 +161,10 @@ def test_a_decoder_by_the_kernels_is_as_close_to_float64_as_torchs(free: int | N
         want = outputs_and_gradients(exact, x, mode, prefix=free)
         with torch.autocast("cuda", dtype=torch.bfloat16):
             names = ("auto", "triton")
-            found = {n: errors(outputs_and_gradients(single, x, mode, prefix=free, impl=n), want) for n in names}
+            found = {
+                n: errors(outputs_and_gradients(single, x, mode, prefix=free, impl=n), want)
+                for n in names
+            }
         for kind, values in ratios.items():
             values.append(found["triton"][kind] / found["auto"][kind])
     for kind, values in ratios.items():
@@ -153,38 +181,64 @@ def loss_curve(run: Run, out: Path) -> dict[int, float]:
 
 
 def test_bf16_training_follows_the_references_loss_curve(tmp_path: Path) -> None:
-    """200 steps of Count3 by the kernels (and graphs) and by the loop, both in bf16, for each of four seeds.
+    """200 steps of Count3 by the kernels (and graphs) and by the loop, both in bf16, for each of
+    four seeds.
 
-    At each of four places on the curve, the two differ for the same seed, on average over seeds, by less than the loop's own
-    curves do from seed to seed (their standard deviation): exchanging the engine is less than exchanging the seed. 3 % of
-    noise on every gradient gives a twentieth of that; the places are far below the first loss, so that there is a curve.
+    At each of four places on the curve, the two differ for the same seed, on average over seeds, by
+    less than the loop's own curves do from seed to seed (their standard deviation): exchanging the
+    engine is less than exchanging the seed. 3 % of noise on every gradient gives a twentieth of
+    that; the places are far below the first loss, so that there is a curve.
     """
-    task = Count3(seed_length=8, length=20)
+    task = Count3(prompt_length=8, length=20)
     model = model_for(task, "small", layers=3, heads=2, width=64)
     optim = OptimConfig(max_lr=2e-3, min_lr=2e-4, warmup=20, decay_steps=400)
     curves: dict[str, list[dict[int, float]]] = {"reference": [], "triton": []}
     for impl, found in curves.items():
-        train = TrainConfig(impl=impl, precision="bf16", log_every=10, eval_every=200, eval_batches=1)  # type: ignore[arg-type]
+        train = TrainConfig(
+            impl=impl, precision="bf16", log_every=10, eval_every=200, eval_batches=1
+        )  # type: ignore[arg-type]
         for seed in range(4):
             run = Run(task, model, "entp", steps=200, batch=32, seed=seed, optim=optim, train=train)
             found.append(loss_curve(run, tmp_path / f"{impl}-{seed}"))
     for step in (50, 100, 150, 200):
-        loop, kernels = ([curve[step] for curve in curves[impl]] for impl in ("reference", "triton"))
+        loop, kernels = (
+            [curve[step] for curve in curves[impl]] for impl in ("reference", "triton")
+        )
         apart = statistics.mean(abs(a - b) for a, b in zip(loop, kernels, strict=True))
-        print(f"step {step}: reference {statistics.mean(loop):.4f} +- {statistics.stdev(loop):.4f}, triton off by {apart:.4f}")
+        print(
+            f"step {step}: reference {statistics.mean(loop):.4f} +- {statistics.stdev(loop):.4f}, "
+            f"triton off by {apart:.4f}"
+        )
         assert apart < statistics.stdev(loop)
         assert statistics.mean(loop) < math.log(task.model_needs()["vocab"]) - 1
 
 
 @pytest.mark.parametrize(
-    ("mode", "impl"), [("entp", "auto"), ("decoder", "auto"), ("prefix", "auto"), ("decoder", "triton"), ("prefix", "triton")]
+    ("mode", "impl"),
+    [
+        ("entp", "auto"),
+        ("decoder", "auto"),
+        ("prefix-lm", "auto"),
+        ("decoder", "triton"),
+        ("prefix-lm", "triton"),
+    ],
 )
 def test_training_follows_the_cpu(mode: str, impl: str, tmp_path: Path) -> None:
     """The same run on both devices, in fp32: the losses agree to rounding; in bf16 they stay close."""
-    for name, device, precision in (("cpu", "cpu", "fp32"), ("gpu", "cuda", "fp32"), ("half", "cuda", "bf16")):
-        run = small_run(mode=mode, steps=10, train={"precision": precision, "impl": impl if device == "cuda" else "auto"})
+    for name, device, precision in (
+        ("cpu", "cpu", "fp32"),
+        ("gpu", "cuda", "fp32"),
+        ("half", "cuda", "bf16"),
+    ):
+        run = small_run(
+            mode=mode,
+            steps=10,
+            train={"precision": precision, "impl": impl if device == "cuda" else "auto"},
+        )
         entp.train(run, tmp_path / name, device=device, quiet=True)
-    cpu, gpu, half = ([r["loss"] for r in read_metrics(tmp_path / n)] for n in ("cpu", "gpu", "half"))
+    cpu, gpu, half = (
+        [r["loss"] for r in read_metrics(tmp_path / n)] for n in ("cpu", "gpu", "half")
+    )
     assert gpu == pytest.approx(cpu, rel=1e-4)
     assert half == pytest.approx(cpu, rel=2e-2)
 
@@ -215,7 +269,10 @@ def medium_step(task: Task, batch: int, impl: str) -> Callable[[], Any]:
 
 def test_default_budget_keeps_a_large_step_inside_the_memory() -> None:
     """Medium, 256 tokens, batch 64: 2.1 million rows, several chunks, and still a step."""
-    peak, total = peak_bytes(medium_step(Match3(length=256), 64, "packed")), torch.cuda.get_device_properties(0).total_memory
+    peak, total = (
+        peak_bytes(medium_step(Match3(length=256), 64, "packed")),
+        torch.cuda.get_device_properties(0).total_memory,
+    )
     print(f"peak {peak / 2**30:.1f} GiB of {total / 2**30:.1f} GiB")
     assert peak < 0.6 * total
 
@@ -241,7 +298,15 @@ def test_masks_and_lists_on_the_device() -> None:
 # Matrix products
 
 
-PRODUCTS = [(1, 8, 8), (64, 64, 64), (37, 24, 40), (1000, 192, 576), (333, 7, 5), (129, 33, 65), (4096, 384, 1536)]
+PRODUCTS = [
+    (1, 8, 8),
+    (64, 64, 64),
+    (37, 24, 40),
+    (1000, 192, 576),
+    (333, 7, 5),
+    (129, 33, 65),
+    (4096, 384, 1536),
+]
 """(rows, columns, inner)."""
 
 
@@ -256,25 +321,33 @@ def factors(rows: int, columns: int, inner: int, plain: bool) -> tuple[Tensor, T
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("shape", PRODUCTS, ids=str)
-def test_products_equal_torchs_to_rounding(shape: tuple[int, int, int], biased: bool, plain: bool) -> None:
-    """Half a step of bf16 at each number's size, and fp32's own rounding of a sum of `inner` products."""
+def test_products_equal_torchs_to_rounding(
+    shape: tuple[int, int, int], biased: bool, plain: bool
+) -> None:
+    """Half a step of bf16 at each number's size, and fp32's own rounding of a sum of `inner`
+    products."""
     a, b, bias = factors(*shape, plain)
     got = cublaslt.product(a, b, bias if biased else None, plain=plain)
     want = a.double() @ (b.double() if plain else b.double().T) + (bias.double() if biased else 0)
     size = a.double().abs() @ (b.double().abs() if plain else b.double().abs().T) + 1
     assert got.dtype == torch.bfloat16
-    assert bool(((got.double() - want).abs() <= 2**-8 * want.abs() + 2**-22 * shape[2] * size).all())
+    assert bool(
+        ((got.double() - want).abs() <= 2**-8 * want.abs() + 2**-22 * shape[2] * size).all()
+    )
     assert torch.equal(got, cublaslt.product(a, b, bias if biased else None, plain=plain))
 
 
 def test_shapes_that_keep_coming_are_not_timed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More shapes than are timed, and than are kept: the same bits, and what was timed stays bounded."""
+    """More shapes than are timed, and than are kept: the same bits, and what was timed stays
+    bounded."""
     monkeypatch.setattr(cublaslt, "_timed", set())
     monkeypatch.setattr(cublaslt, "MOST_TIMED", 20)
     cublaslt._call.cache_clear()
     for rows in [*range(64, 64 + 600), 64]:
         a, b, _ = factors(rows, 64, 32, False)
-        assert torch.allclose(cublaslt.product(a, b).float(), a.float() @ b.float().T, rtol=2**-7, atol=2**-4)
+        assert torch.allclose(
+            cublaslt.product(a, b).float(), a.float() @ b.float().T, rtol=2**-7, atol=2**-4
+        )
     assert len(cublaslt._timed) == 20
     assert cublaslt._call.cache_info().currsize == 512
 
@@ -301,11 +374,15 @@ def test_all_algorithms_give_the_same_bits(shape: tuple[int, int, int], plain: b
 
 
 def test_random_lengths_in_all_modes_while_others_use_the_gpu() -> None:
-    """Four processes at once, each 40 seconds of random lengths from 1 to 300, graphs on: see random_lengths.py."""
+    """Four processes at once, each 40 seconds of random lengths from 1 to 300, graphs on: see
+    random_lengths.py."""
     script = Path(__file__).with_name("random_lengths.py")
     running = [
         subprocess.Popen(
-            [sys.executable, str(script), str(seed), "40"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, str(script), str(seed), "40"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for seed in range(4)
     ]
@@ -334,9 +411,17 @@ class Bad(RandomTokens):
 
 
 def test_a_failure_of_the_gpu_is_a_sentence_with_the_step_to_continue_from(tmp_path: Path) -> None:
-    """A token far outside the vocabulary in step 12 stops the device; the process ends by itself, without a stack."""
+    """A token far outside the vocabulary in step 12 stops the device; the process ends by itself,
+    without a stack."""
     (tmp_path / "bad.py").write_text(FAILING)
-    options = ["--steps=40", "--batch=4", "--train.checkpoint-every=5", "--train.no-graph", "--device=cuda", "--out=run"]
+    options = [
+        "--steps=40",
+        "--batch=4",
+        "--train.checkpoint-every=5",
+        "--train.no-graph",
+        "--device=cuda",
+        "--out=run",
+    ]
     done = entp_command("train", "bad:Bad", *options, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "the GPU failed at about step 1" in done.stderr
@@ -347,7 +432,9 @@ def test_a_failure_of_the_gpu_is_a_sentence_with_the_step_to_continue_from(tmp_p
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("shape", [(40, 256, 256, 256), (3, 24, 40, 8), (2, 7, 5, 3)], ids=str)
-def test_batched_products_equal_torchs_to_rounding(shape: tuple[int, int, int, int], turned: bool) -> None:
+def test_batched_products_equal_torchs_to_rounding(
+    shape: tuple[int, int, int, int], turned: bool
+) -> None:
     """(n, rows, inner, columns), with and without a matrix added, factors as stored and transposed."""
     n, rows, inner, columns = shape
     generator = torch.Generator("cuda").manual_seed(0)
@@ -360,8 +447,12 @@ def test_batched_products_equal_torchs_to_rounding(shape: tuple[int, int, int, i
     for more in (None, add):
         got = cublaslt.batched_product(a, b, more, alpha=2.0, beta=-3.0)
         want = 2 * (a.double() @ b.double()) - (0 if more is None else 3 * more.double())
-        size = 2 * (a.double().abs() @ b.double().abs()) + (0 if more is None else 3 * more.double().abs())
-        assert bool(((got.double() - want).abs() <= 2**-8 * want.abs() + 2**-22 * inner * size).all())
+        size = 2 * (a.double().abs() @ b.double().abs()) + (
+            0 if more is None else 3 * more.double().abs()
+        )
+        assert bool(
+            ((got.double() - want).abs() <= 2**-8 * want.abs() + 2**-22 * inner * size).all()
+        )
     assert all(call.algorithm is None or call.batch for call in cublaslt._batched_calls.values())
 
 

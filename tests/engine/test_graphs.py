@@ -1,4 +1,5 @@
-"""Training steps by `Stepper`: on a CPU the plain step, on CUDA a recorded graph that does what the plain step does."""
+"""Training steps by `Stepper`: on a CPU the plain step, on CUDA a recorded graph that does what the
+plain step does."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from entp.tasks.base import IGNORE, Batch
 from entp.training import step
 from entp.training.distributed import World
 from entp.training.feed import STEPS_AHEAD
-from entp.training.metrics import read_metrics
+from entp.training.loggers import read_metrics
 from entp.training.step import EAGER_STEPS, MOST_GRAPHS, State, Stepper, train_step
 from entp.training.trainer import new_state
 
@@ -53,7 +54,8 @@ def go(stepper: Stepper, data: list[Batch]) -> list[tuple[float, float]]:
 
 
 def weights(state: State) -> Tensor:
-    """All parameters but biases of keys: softmax ignores those, so their gradient is rounding, which AdamW scales up."""
+    """All parameters but biases of keys: softmax ignores those, so their gradient is rounding,
+    which AdamW scales up."""
     parts = []
     for name, p in state.model.named_parameters():
         q_k_v = p.detach().chunk(3) if name.endswith("qkv.bias") else (p.detach(),)
@@ -62,7 +64,8 @@ def weights(state: State) -> Tensor:
 
 
 def assert_same_training(run: Run, data: list[Batch], graphs: int, close: float = 1e-5) -> None:
-    """Steps with and without graphs have the same losses and norms and end at the same weights; `graphs` are recorded."""
+    """Steps with and without graphs have the same losses and norms and end at the same weights;
+    `graphs` are recorded."""
     state, stepper = start(run, "cuda")
     before = weights(state).clone()
     plain, eager = start(changed(run, graph=False), "cuda")
@@ -89,17 +92,22 @@ def with_other_mask(batch: Batch, first: int) -> Batch:
 # On a CPU
 
 
-@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix"])
+@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm"])
 def test_a_step_finds_all_its_tables(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a step is recorded none may be made: not in the first step after `_tables`, however many parts it has."""
+    """While a step is recorded none may be made: not in the first step after `_tables`, however
+    many parts it has."""
     run = small_run(mode=mode, train={"token_budget": 3})
     state, _ = start(run, "cpu")
     inputs = step._inputs(run, state, batches(run, 1)[0], torch.device("cpu"), World())
-    assert len(inputs.parts) == (48 if mode == "entp" else 1)  # more than the recent ones that are kept in any case
+    assert len(inputs.parts) == (
+        48 if mode == "entp" else 1
+    )  # more than the recent ones that are kept in any case
     inputs.tables.extend(step._tables(run, inputs))
     made: list[object] = []
     for shared in (layout._packings, layout._positions):
-        monkeypatch.setattr(shared, "make", lambda *args, make=shared.make: made.append(args) or make(*args))
+        monkeypatch.setattr(
+            shared, "make", lambda *args, make=shared.make: made.append(args) or make(*args)
+        )
     step._update(run, state, inputs, World(), False)
     assert not made
     inputs.tables.clear()
@@ -108,7 +116,7 @@ def test_a_step_finds_all_its_tables(mode: str, monkeypatch: pytest.MonkeyPatch)
     assert bool(made) == (mode == "entp")
 
 
-@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix"])
+@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm"])
 def test_on_a_cpu_it_is_the_plain_step(mode: str) -> None:
     run = small_run(mode=mode, optim=SCHEDULE)
     state, stepper = start(run, "cpu")
@@ -142,14 +150,15 @@ RUNS: dict[str, dict[str, Any]] = {
     "entp by muon": {"train": FP32, "optim": {"name": "muon"}},
     "entp by whitened muon": {"train": FP32, "optim": {"name": "muon", "whiten": 4}},
     "decoder": {"mode": "decoder", "train": FP32},
-    "prefix": {"mode": "prefix", "train": FP32},
+    "prefix-lm": {"mode": "prefix-lm", "train": FP32},
 }
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", RUNS.values(), ids=RUNS.keys())
 def test_replays_follow_plain_steps(changes: dict[str, Any]) -> None:
-    """Other batches and another rate at every step: losses, norms and the weights after 12 steps, 9 of them replayed."""
+    """Other batches and another rate at every step: losses, norms and the weights after 12 steps, 9
+    of them replayed."""
     run = small_run(**{**changes, "optim": {**SCHEDULE, **changes.get("optim", {})}})
     half = run.train.precision == "bf16" or run.optim.name == "muon"  # which works in bf16 on CUDA
     assert_same_training(run, batches(run), graphs=1, close=1e-4 if half else 1e-5)
@@ -169,7 +178,8 @@ def test_a_graph_is_recorded_after_a_few_steps() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["entp", "decoder"])
 def test_another_mask_is_another_graph(mode: str) -> None:
-    """Other targets, once: a plain step between replays. As often as the first: a graph of their own."""
+    """Other targets, once: a plain step between replays. As often as the first: a graph of their
+    own."""
     run = small_run(mode=mode, train=FP32, optim=SCHEDULE)
     data = batches(run, EAGER_STEPS + 5)
     data[EAGER_STEPS + 2] = with_other_mask(data[EAGER_STEPS + 2], 6)
@@ -179,9 +189,14 @@ def test_another_mask_is_another_graph(mode: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("changes", [{}, {"mode": "decoder"}, {"optim": {"name": "muon"}}], ids=["entp", "decoder", "muon"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"mode": "decoder"}, {"optim": {"name": "muon"}}],
+    ids=["entp", "decoder", "muon"],
+)
 def test_the_host_is_ahead_and_each_step_has_its_own_batch(changes: dict[str, Any]) -> None:
-    """The device is kept busy before every replay: the host does not wait for it, and no batch is overwritten unread."""
+    """The device is kept busy before every replay: the host does not wait for it, and no batch is
+    overwritten unread."""
     run = small_run(train=FP32, **{**changes, "optim": {**SCHEDULE, **changes.get("optim", {})}})
     found = []
     for busy in (False, True):
@@ -208,14 +223,17 @@ def test_graphs_are_kept_for_a_few_shapes_only() -> None:
     """Each holds the memory of a step; what comes later runs as plain steps."""
     run = small_run(train=FP32)
     data = [
-        b for first in range(3, 4 + MOST_GRAPHS) for b in (with_other_mask(b, first) for b in batches(run, EAGER_STEPS + 2))
+        b
+        for first in range(3, 4 + MOST_GRAPHS)
+        for b in (with_other_mask(b, first) for b in batches(run, EAGER_STEPS + 2))
     ]
     assert_same_training(run, data, graphs=MOST_GRAPHS)
 
 
 @pytest.mark.gpu
 def test_many_other_masks_between_replays() -> None:
-    """A graph reads where its prefixes stand from memory that must still be there when other masks have come and gone."""
+    """A graph reads where its prefixes stand from memory that must still be there when other masks
+    have come and gone."""
     run = small_run(train=FP32, optim=SCHEDULE)
     others = []
     for number, batch in enumerate(batches(run, 40)):
@@ -239,15 +257,22 @@ def test_what_cannot_be_recorded_runs_as_plain_steps(reason: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_resumed_runs_record_again_and_continue(optimizer: str, tmp_path: Path) -> None:
-    """A run of 14 steps, and one that was stopped after 7 and resumed: replays before and after the checkpoint."""
+    """A run of 14 steps, and one that was stopped after 7 and resumed: replays before and after the
+    checkpoint."""
 
     def run(steps: int) -> Run:
-        return small_run(steps=steps, optim={"name": optimizer}, train={**FP32, "checkpoint_every": 7, "eval_every": 7})
+        return small_run(
+            steps=steps,
+            optim={"name": optimizer},
+            train={**FP32, "checkpoint_every": 7, "eval_every": 7},
+        )
 
     entp.train(run(14), tmp_path / "whole", device="cuda", quiet=True)
     entp.train(run(7), tmp_path / "parts", device="cuda", quiet=True)
     entp.train(run(14), tmp_path / "parts", device="cuda", resume=True, quiet=True)
-    whole, parts = ([r["loss"] for r in read_metrics(tmp_path / name)] for name in ("whole", "parts"))
+    whole, parts = (
+        [r["loss"] for r in read_metrics(tmp_path / name)] for name in ("whole", "parts")
+    )
     assert len(whole) == 16
     assert parts == pytest.approx(whole, rel=1e-5)
 
@@ -261,16 +286,21 @@ def test_a_run_from_a_gpu_continues_on_a_cpu_and_back(optimizer: str, tmp_path: 
     entp.train(run(15), tmp_path / "whole", device="cuda", quiet=True)
     for steps, device in ((5, "cuda"), (10, "cpu"), (15, "cuda")):
         entp.train(run(steps), tmp_path / "parts", device=device, resume=steps > 5, quiet=True)
-    whole, parts = ([r["loss"] for r in read_metrics(tmp_path / name)] for name in ("whole", "parts"))
-    assert parts == pytest.approx(whole, rel=1e-4 if optimizer == "adamw" else 1e-2)  # muon works in bf16 on CUDA
+    whole, parts = (
+        [r["loss"] for r in read_metrics(tmp_path / name)] for name in ("whole", "parts")
+    )
+    assert parts == pytest.approx(
+        whole, rel=1e-4 if optimizer == "adamw" else 1e-2
+    )  # muon works in bf16 on CUDA
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::entp.EngineWarning")
-@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix"])
+@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_model_changed_between_steps_is_trained_as_by_the_reference(name: str, mode: str) -> None:
-    """Steps by graph, then a change of the model, then more steps: losses and norms are those of plain reference steps."""
+    """Steps by graph, then a change of the model, then more steps: losses and norms are those of
+    plain reference steps."""
     run = small_run(mode=mode, train=FP32)
     data = batches(run, EAGER_STEPS + 3)
     found = []

@@ -1,4 +1,5 @@
-"""The packed engine against the reference loop: outputs, every gradient, budgets, extreme scores, bfloat16, and its parts."""
+"""The packed engine against the reference loop: outputs, every gradient, budgets, extreme scores,
+bfloat16, and its parts."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from entp import InputError, Transformer, all_prefixes
 from entp.engine import choose, packed, reference
 from entp.engine.layout import pack, split
-from entp.engine.running import BLOCK, running_attention
+from entp.engine.online_softmax import BLOCK, running_attention
 
 CLOSE = 1e-9
 """Largest difference allowed in float64, relative to the largest number of the tensor compared."""
@@ -25,21 +26,26 @@ Results = dict[str, Tensor]
 
 
 def results(model: Transformer, x: Tensor, **options: Any) -> Results:
-    """Outputs, and the gradients of all parameters (and of vector inputs) of a loss that weighs each output differently."""
+    """Outputs, and the gradients of all parameters (and of vector inputs) of a loss that weighs
+    each output differently."""
     model.zero_grad()
     if x.is_floating_point():
         x = x.clone().requires_grad_()
     out = all_prefixes(model, x, **options)
     weight = torch.cos(torch.arange(out.numel(), dtype=torch.float64)).reshape(out.shape)
     (weight * out).sum().backward()
-    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    grads = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in model.named_parameters()
+    }
     if x.is_floating_point():
         grads["x"] = torch.zeros_like(x) if x.grad is None else x.grad
     return {"output": out.detach(), **grads}
 
 
 def assert_same(got: Results, expected: Results, close: float = CLOSE) -> None:
-    """Each tensor to `close` of its largest number; tensors that are 0 but for rounding, of the largest gradient."""
+    """Each tensor to `close` of its largest number; tensors that are 0 but for rounding, of the
+    largest gradient."""
     assert got.keys() == expected.keys()
     rounding = 1e-13 * max(g.abs().max().item() for name, g in expected.items() if name != "output")
     for name, e in expected.items():
@@ -47,7 +53,9 @@ def assert_same(got: Results, expected: Results, close: float = CLOSE) -> None:
         assert got[name].isfinite().all(), name
         if e.numel():
             difference = (got[name] - e).abs().max().item()
-            assert difference <= max(close * e.abs().max().item(), rounding), f"{name}: {difference:g}"
+            assert difference <= max(close * e.abs().max().item(), rounding), (
+                f"{name}: {difference:g}"
+            )
 
 
 @st.composite
@@ -58,13 +66,17 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "norm": draw(st.sampled_from(["layer", "rms", "none"])),
         "norm_placement": draw(st.sampled_from(["pre", "pre", "post"])),
         "activation": draw(st.sampled_from(["gelu", "gelu-exact", "relu", "silu", "swiglu"])),
-        "position": draw(st.sampled_from(["learned", "sinusoidal", "rotary", "relative", "none", "given"])),
-        "scale": draw(st.sampled_from(["sqrt", "one"])),
+        "position_embedding": draw(
+            st.sampled_from(["learned", "sinusoidal", "rotary", "relative", "none", "given"])
+        ),
+        "attention_scale": draw(st.sampled_from(["sqrt", "one"])),
         "bias": draw(st.booleans()),
         "tied_head": draw(st.booleans()),
         "loops": draw(st.sampled_from([1, 1, 2])),
     }
-    config["kv_heads"] = draw(st.sampled_from([None, *(n for n in (1, 2, 4) if config["heads"] % n == 0)]))
+    config["kv_heads"] = draw(
+        st.sampled_from([None, *(n for n in (1, 2, 4) if config["heads"] % n == 0)])
+    )
     if draw(st.booleans()):
         config["input_dim"] = 3
     elif draw(st.booleans()):
@@ -75,7 +87,10 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def questions(draw: st.DrawFn) -> dict[str, Any]:
     """Sizes of a batch, its lengths, and which positions are asked for."""
-    batch, time = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 5, 9, 15, 16, 17, 23, 31, 32, 33, 36]))
+    batch, time = (
+        draw(st.integers(1, 3)),
+        draw(st.sampled_from([1, 2, 3, 5, 9, 15, 16, 17, 23, 31, 32, 33, 36])),
+    )
     lengths = None
     if draw(st.booleans()):
         lengths = torch.tensor(draw(st.lists(st.integers(1, time), min_size=batch, max_size=batch)))
@@ -85,20 +100,31 @@ def questions(draw: st.DrawFn) -> dict[str, Any]:
         at = draw(st.lists(st.integers(0, time - 1), min_size=1, max_size=6))
     elif kind != "all":
         chance = {"empty mask": 0.0, "sparse mask": 0.1, "mask": 0.6}[kind]
-        at = torch.rand(batch, time, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) < chance
+        at = (
+            torch.rand(
+                batch, time, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))
+            )
+            < chance
+        )
     ids = None
     if draw(st.booleans()):
-        ids = torch.randint(40, (batch, time), generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+        ids = torch.randint(
+            40, (batch, time), generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))
+        )
     return {"batch": batch, "time": time, "lengths": lengths, "at": at, "position_ids": ids}
 
 
 @given(configs(), questions(), st.integers(0, 1000))
 @settings(max_examples=150)
-def test_packed_is_the_reference(config: dict[str, Any], question: dict[str, Any], seed: int) -> None:
+def test_packed_is_the_reference(
+    config: dict[str, Any], question: dict[str, Any], seed: int
+) -> None:
     model = random_model(seed, **config)
     x = random_inputs(model, question["batch"], question["time"], seed)
     asked = {name: question[name] for name in ("at", "lengths", "position_ids")}
-    assert_same(results(model, x, impl="packed", **asked), results(model, x, impl="reference", **asked))
+    assert_same(
+        results(model, x, impl="packed", **asked), results(model, x, impl="reference", **asked)
+    )
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 4])
@@ -128,8 +154,12 @@ def test_nothing_asked_for_gives_no_rows_and_no_gradient() -> None:
 # Budgets
 
 
-@given(st.integers(1, 400), questions(), st.sampled_from(["packed", "reference"]), st.integers(2, 3))
-def test_budgets_change_nothing(budget: int, question: dict[str, Any], impl: str, layers: int) -> None:
+@given(
+    st.integers(1, 400), questions(), st.sampled_from(["packed", "reference"]), st.integers(2, 3)
+)
+def test_budgets_change_nothing(
+    budget: int, question: dict[str, Any], impl: str, layers: int
+) -> None:
     model = random_model(layers=layers, input_dim=3)
     x = random_inputs(model, question["batch"], question["time"])
     asked = {"at": question["at"], "lengths": question["lengths"], "impl": impl}
@@ -141,7 +171,12 @@ def test_budgets_without_gradients(budget: int) -> None:
     model = random_model(layers=3)
     x = random_inputs(model, 2, 18)
     with torch.no_grad():
-        torch.testing.assert_close(all_prefixes(model, x, token_budget=budget), all_prefixes(model, x), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            all_prefixes(model, x, token_budget=budget),
+            all_prefixes(model, x),
+            rtol=1e-10,
+            atol=1e-12,
+        )
 
 
 def rows_of(mask: Tensor) -> list[int]:
@@ -149,20 +184,31 @@ def rows_of(mask: Tensor) -> list[int]:
 
 
 @settings(max_examples=100)
-@given(st.integers(1, 9), st.integers(1, 20), st.floats(0, 1), st.integers(0, 99), st.integers(1, 600))
+@given(
+    st.integers(1, 9), st.integers(1, 20), st.floats(0, 1), st.integers(0, 99), st.integers(1, 600)
+)
 def test_split(batch: int, time: int, chance: float, seed: int, budget: int) -> None:
-    """Disjoint, complete, within the budget unless a single prefix; sequences that fit are whole, in few and even parts."""
+    """Disjoint, complete, within the budget unless a single prefix; sequences that fit are whole,
+    in few and even parts."""
     wanted = torch.rand(batch, time, generator=torch.Generator().manual_seed(seed)) < chance
     parts, rows = list(split(wanted, budget)), rows_of(wanted)
     assert torch.equal(torch.stack([torch.zeros_like(wanted), *parts]).sum(0), wanted.long())
     assert all(0 < sum(rows_of(part)) <= budget or int(part.sum()) == 1 for part in parts)
-    whole = [sum(r) for r in map(rows_of, parts) if sum(r) <= budget and all(a in (0, b) for a, b in zip(r, rows, strict=True))]
+    whole = [
+        sum(r)
+        for r in map(rows_of, parts)
+        if sum(r) <= budget and all(a in (0, b) for a, b in zip(r, rows, strict=True))
+    ]
     fitting = [n for n in rows if 0 < n <= budget]
     assert sum(whole) == sum(fitting)
-    if least := -(-sum(fitting) // budget):  # two neighbours have more than an even share together, or k pairs had it all
+    if least := -(
+        -sum(fitting) // budget
+    ):  # two neighbours have more than an even share together, or k pairs had it all
         assert least <= len(whole) <= 2 * least - 1
         assert max(whole) < sum(fitting) / least + max(fitting)
-    for b in (b for b, n in enumerate(rows) if n > budget):  # cut between lengths: shortest first, as many as go in
+    for b in (
+        b for b, n in enumerate(rows) if n > budget
+    ):  # cut between lengths: shortest first, as many as go in
         lengths = [(part[b].nonzero()[:, 0] + 1).tolist() for part in parts if part[b].any()]
         assert [m for part in lengths for m in part] == (wanted[b].nonzero()[:, 0] + 1).tolist()
         assert all(sum(now) + later[0] > budget for now, later in itertools.pairwise(lengths))
@@ -171,7 +217,10 @@ def test_split(batch: int, time: int, chance: float, seed: int, budget: int) -> 
 def test_split_by_example() -> None:
     wanted = torch.ones(4, 4, dtype=torch.bool)  # 4 sequences of 1 + 2 + 3 + 4 = 10 rows
     parts = [[rows_of(part) for part in split(wanted, budget)] for budget in (40, 39, 9)]
-    assert parts[:2] == [[[10, 10, 10, 10]], [[10, 10, 0, 0], [0, 0, 10, 10]]]  # not three sequences and one
+    assert parts[:2] == [
+        [[10, 10, 10, 10]],
+        [[10, 10, 0, 0], [0, 0, 10, 10]],
+    ]  # not three sequences and one
     assert parts[2][:3] == [[6, 0, 0, 0], [4, 0, 0, 0], [0, 6, 0, 0]]  # 1 + 2 + 3, then 4
 
 
@@ -179,8 +228,11 @@ def test_split_by_example() -> None:
 
 
 def with_extreme_scores(pattern: str, size: float, layers: int = 3) -> tuple[Transformer, Tensor]:
-    """A model whose first layer's scores are of about `size`: of random signs, or growing or shrinking along the keys."""
-    model = random_model(layers=layers, input_dim=3, outputs=2, position="given", norm="none", scale="one")
+    """A model whose first layer's scores are of about `size`: of random signs, or growing or
+    shrinking along the keys."""
+    model = random_model(
+        layers=layers, input_dim=3, outputs=2, position_embedding="given", norm="none", attention_scale="one"
+    )
     x = random_inputs(model, 2, 36)
     ramp = torch.linspace(0, 1, 36, dtype=torch.float64)
     if pattern == "shrinking":
@@ -257,18 +309,27 @@ def test_weights_in_bfloat16_give_outputs_and_gradients_in_bfloat16(layers: int)
     exact = all_prefixes(model, x, impl="reference")
     rounded = all_prefixes(model.bfloat16(), x, impl="packed")
     rounded.sum().backward()
-    assert {rounded.dtype, *(p.grad.dtype for p in model.parameters() if p.grad is not None)} == {torch.bfloat16}
+    assert {rounded.dtype, *(p.grad.dtype for p in model.parameters() if p.grad is not None)} == {
+        torch.bfloat16
+    }
     assert (rounded - exact).abs().max() < 0.1 * exact.abs().max()
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_bfloat16_is_no_worse_than_the_reference() -> None:
-    """Over 48 models the mean log ratio of the two errors is not above 0 by more than three standard errors (5 %)."""
-    shapes: list[dict[str, Any]] = [{"width": 16}, {"width": 32, "heads": 4}, {"width": 16, "scale": "one"}]
+    """Over 48 models the mean log ratio of the two errors is not above 0 by more than three
+    standard errors (5 %)."""
+    shapes: list[dict[str, Any]] = [
+        {"width": 16},
+        {"width": 32, "heads": 4},
+        {"width": 16, "attention_scale": "one"},
+    ]
     configs = [{"layers": layers, **shape} for layers in (3, 4) for shape in shapes]
     ratios = torch.tensor(
         [
-            math.log(bf16_errors(seed, "packed", **config) / bf16_errors(seed, "reference", **config))
+            math.log(
+                bf16_errors(seed, "packed", **config) / bf16_errors(seed, "reference", **config)
+            )
             for config in configs
             for seed in range(8)
         ]
@@ -285,7 +346,9 @@ def test_bfloat16_is_no_worse_than_the_reference() -> None:
 def test_pack_layout(batch: int, time: int, chance: float, seed: int) -> None:
     wanted = torch.rand(batch, time, generator=torch.Generator().manual_seed(seed)) < chance
     packing = pack(wanted)
-    expected = [(t + 1, b) for t in range(time) for b in range(batch) if wanted[b, t]]  # by length, then by sequence
+    expected = [
+        (t + 1, b) for t in range(time) for b in range(batch) if wanted[b, t]
+    ]  # by length, then by sequence
     assert list(zip(packing.length.tolist(), packing.sequence.tolist(), strict=True)) == expected
     lengths = [m for m, _ in expected]
     assert packing.groups == tuple((m, lengths.count(m)) for m in sorted(set(lengths)))
@@ -302,11 +365,21 @@ def test_batches_of_other_shapes_do_not_share_a_layout() -> None:
     model = random_model(layers=3)
     for batch, time in ((2, 8), (4, 4), (1, 16)):
         x = random_inputs(model, batch, time)
-        torch.testing.assert_close(all_prefixes(model, x), all_prefixes(model, x, impl="reference"), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            all_prefixes(model, x), all_prefixes(model, x, impl="reference"), rtol=1e-10, atol=1e-12
+        )
 
 
-@given(st.integers(1, 3), st.integers(1, 36), st.floats(0.05, 1), st.integers(0, 99), st.sampled_from([0.3, 1.0, 30.0]))
-def test_running_attention_row_by_row(batch: int, time: int, chance: float, seed: int, scale: float) -> None:
+@given(
+    st.integers(1, 3),
+    st.integers(1, 36),
+    st.floats(0.05, 1),
+    st.integers(0, 99),
+    st.sampled_from([0.3, 1.0, 30.0]),
+)
+def test_running_attention_row_by_row(
+    batch: int, time: int, chance: float, seed: int, scale: float
+) -> None:
     torch.manual_seed(seed)
     wanted = torch.rand(batch, time) < chance
     wanted[0, -1] = True
@@ -326,7 +399,9 @@ def test_running_attention_has_the_right_gradient() -> None:
     wanted = torch.rand(2, 19) < 0.2
     wanted[1, -1] = True
     q, k, v = (torch.randn(2, 1, 19, 2, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    assert torch.autograd.gradcheck(lambda *qkv: running_attention(*qkv, pack(wanted), 0.7), (q, k, v), fast_mode=True)
+    assert torch.autograd.gradcheck(
+        lambda *qkv: running_attention(*qkv, pack(wanted), 0.7), (q, k, v), fast_mode=True
+    )
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
@@ -337,9 +412,13 @@ def test_last_layer_is_the_block_at_the_end_of_each_prefix(heads: int) -> None:
     rows = torch.randn(packing.rows, 8, dtype=torch.float64)
     model = random_model(heads=heads)
     prefixes = rows.split(packing.length.tolist())
-    expected = torch.stack([block(prefix[None], torch.arange(len(prefix)))[0, -1] for prefix in prefixes])
+    expected = torch.stack(
+        [block(prefix[None], torch.arange(len(prefix)))[0, -1] for prefix in prefixes]
+    )
     for absorbed in (True, False):
-        got = packed.last_layer(block, rows, packing, packed.places_of(model, packing, None), absorbed)  # type: ignore[arg-type]
+        got = packed.last_layer(
+            block, rows, packing, packed.places_of(model, packing, None), absorbed
+        )  # type: ignore[arg-type]
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
 
 
@@ -358,9 +437,13 @@ def test_prefixes_come_back_sequence_by_sequence() -> None:
     model = random_model(layers=3)
     x = random_inputs(model, 3, 7)
     wanted = torch.rand(3, 7, generator=torch.Generator().manual_seed(2)) < 0.5
-    expected = torch.stack([model.encode(x[b : b + 1, : t + 1])[0, -1] for b, t in wanted.nonzero()])
+    expected = torch.stack(
+        [model.encode(x[b : b + 1, : t + 1])[0, -1] for b, t in wanted.nonzero()]
+    )
     for engine in (packed, reference):
-        torch.testing.assert_close(engine.prefix_hidden(model, x, wanted), expected, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(
+            engine.prefix_hidden(model, x, wanted), expected, rtol=1e-11, atol=1e-12
+        )
 
 
 # Choosing
@@ -375,13 +458,18 @@ def test_choose_tells_the_implementation_and_the_reason() -> None:
 
 def test_unknown_implementation() -> None:
     model = random_model()
-    with pytest.raises(InputError, match=r"unknown impl 'pakced': allowed are auto, reference, packed.*Did you mean packed"):
+    with pytest.raises(
+        InputError,
+        match=r"unknown impl 'pakced': allowed are auto, reference, packed.*Did you mean packed",
+    ):
         model(random_inputs(model, 1, 3), impl="pakced")
     with pytest.raises(InputError, match="unknown impl"):
         choose("fast")
 
 
-@pytest.mark.parametrize("at", [None, [5], torch.arange(12).view(2, 6) % 3 == 0], ids=["all", "a list", "a mask"])
+@pytest.mark.parametrize(
+    "at", [None, [5], torch.arange(12).view(2, 6) % 3 == 0], ids=["all", "a list", "a mask"]
+)
 @pytest.mark.parametrize("mode", ["entp", "decoder"])
 def test_gradients_after_a_look_in_inference_mode(mode: str, at: Any) -> None:
     model = random_model(layers=3, vocab=5)

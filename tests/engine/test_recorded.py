@@ -1,4 +1,5 @@
-"""Caches at fixed shapes give the same logits as no cache; on a GPU their steps are graphs, recorded once and used again."""
+"""Caches at fixed shapes give the same logits as no cache; on a GPU their steps are graphs,
+recorded once and used again."""
 
 from __future__ import annotations
 
@@ -9,45 +10,54 @@ import torch
 from random_models import random_model
 
 import entp
-from entp.engine import recorded
-from entp.engine.caches import NoCache
-from entp.engine.recorded import DecoderStep, EntpStep, RecordedCache
+from entp.engine.generation import cuda_graph as recorded
+from entp.engine.generation.caches import NoCache
+from entp.engine.generation.cuda_graph import DecoderStep, EntpStep, RecordedCache
 
 pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
-KINDS = {"entp": EntpStep, "decoder": DecoderStep, "prefix": DecoderStep}
+KINDS = {"entp": EntpStep, "decoder": DecoderStep, "prefix-lm": DecoderStep}
 
 
 def prompts(lengths: list[int], vocab: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Random tokens, 0 past each length, and the lengths."""
     size = torch.tensor(lengths, device=DEVICE)
-    tokens = torch.randint(vocab, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    tokens = torch.randint(
+        vocab, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed)
+    ).to(DEVICE)
     return tokens * (torch.arange(max(lengths), device=DEVICE) < size[:, None]), size
 
 
 @torch.no_grad()
-def worst(model: entp.Transformer, cache: RecordedCache, mode: str, lengths: list[int], steps: int) -> float:
+def worst(
+    model: entp.Transformer, cache: RecordedCache, mode: str, lengths: list[int], steps: int
+) -> float:
     """Largest deviation of the logits from those without a cache, over a prompt and `steps` tokens."""
     vocab = model.config.vocab or 0
     tokens, size = prompts(lengths, vocab)
-    plain = NoCache(model, mode, size if mode == "prefix" else None)
+    plain = NoCache(model, mode, size if mode == "prefix-lm" else None)
     errors = [(cache.prefill(tokens, size) - plain.prefill(tokens, size)).abs().max()]
     for step in range(steps):
-        new = torch.randint(vocab, (len(lengths),), generator=torch.Generator().manual_seed(step)).to(DEVICE)
+        new = torch.randint(
+            vocab, (len(lengths),), generator=torch.Generator().manual_seed(step)
+        ).to(DEVICE)
         errors.append((cache.append(new) - plain.append(new)).abs().max())
     return float(torch.stack(errors).max())
 
 
 @pytest.mark.parametrize("mode", KINDS)
 @pytest.mark.parametrize("config", [{"layers": 2}, {"layers": 3, "norm": "none"}], ids=str)
-def test_logits_are_those_without_a_cache(mode: str, config: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of different lengths, of length 1, in a step that was used before, and past the size of the smallest."""
+def test_logits_are_those_without_a_cache(
+    mode: str, config: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of different lengths, of length 1, in a step that was used before, and past the size
+    of the smallest."""
     monkeypatch.setattr(recorded, "SMALLEST", 4)
     model = random_model(**config).to(DEVICE)
     for lengths in ([5, 1, 3], [1, 1, 2], [1, 1, 1]):
-        prefix = torch.tensor(lengths, device=DEVICE) if mode == "prefix" else None
+        prefix = torch.tensor(lengths, device=DEVICE) if mode == "prefix-lm" else None
         cache = RecordedCache(KINDS[mode], model, 12, prefix)
         assert worst(model, cache, mode, lengths, 6) < 1e-9
         assert cache.step.size in (8, 12)
@@ -116,7 +126,7 @@ def test_graphs_follow_weights_that_change_in_place(mode: str) -> None:
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(scale)
-        prefix = torch.tensor([5, 3], device=DEVICE) if mode == "prefix" else None
+        prefix = torch.tensor([5, 3], device=DEVICE) if mode == "prefix-lm" else None
         cache = RecordedCache(KINDS[mode], model, 16, prefix)
         assert worst(model, cache, mode, [5, 3], 8) < 1e-9
         assert cache.step.graph is not None
@@ -127,7 +137,9 @@ def test_graphs_follow_weights_that_change_in_place(mode: str) -> None:
 def test_generation_in_half_precision_agrees_with_no_cache(mode: str) -> None:
     """Greedy tokens under autocast, where rounding may flip a near tie: at least 95 % are the same."""
     torch.manual_seed(0)
-    model = entp.Transformer(entp.ModelConfig(vocab=64, positions=48, layers=3, heads=2, width=64)).cuda()
+    model = entp.Transformer(
+        entp.ModelConfig(vocab=64, context_length=48, layers=3, heads=2, width=64)
+    ).cuda()
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(4 if p.ndim == 2 else 1)

@@ -1,4 +1,5 @@
-"""No implementation gives a wrong number for a model that was changed: it is exact, or refused with the reason."""
+"""No implementation gives a wrong number for a model that was changed: it is exact, or refused with
+the reason."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 every_change = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-MODES = {"entp": {}, "decoder": {}, "prefix": {"prefix": 2}}
+MODES = {"entp": {}, "decoder": {}, "prefix-lm": {"prefix": 2}}
 
 
 def changed(change: Change, **config: Any) -> tuple[entp.Transformer, Tensor]:
@@ -42,7 +43,10 @@ def outputs_and_gradients(model: entp.Transformer, x: Tensor, mode: str, impl: s
     trained = [p for p in model.parameters() if p.requires_grad]
     out = model(x, mode, impl=impl, **MODES[mode])
     grads = torch.autograd.grad(out.square().sum(), trained, allow_unused=True)
-    return [out.detach(), *(torch.zeros_like(p) if g is None else g for p, g in zip(trained, grads, strict=True))]
+    return [
+        out.detach(),
+        *(torch.zeros_like(p) if g is None else g for p, g in zip(trained, grads, strict=True)),
+    ]
 
 
 def worst(got: list[Tensor], want: list[Tensor]) -> float:
@@ -64,7 +68,9 @@ def test_auto_is_exact_for_a_changed_model(change: Change, mode: str) -> None:
 def test_packed_is_exact_or_refused_for_a_changed_model(change: Change) -> None:
     model, x = changed(change)
     if not change.packed:
-        with pytest.raises(InputError, match=r"impl 'packed' is not exact for this model: .*impl='reference'"):
+        with pytest.raises(
+            InputError, match=r"impl 'packed' is not exact for this model: .*impl='reference'"
+        ):
             model(x, impl="packed")
         return
     got = outputs_and_gradients(model, x, "entp", "packed")
@@ -76,7 +82,9 @@ def test_packed_is_exact_or_refused_for_a_changed_model(change: Change) -> None:
 def test_kernels_are_exact_or_refused_for_a_changed_model(change: Change, mode: str) -> None:
     model, x = changed(change)
     if not change.triton:
-        with pytest.raises(InputError, match=r"impl 'triton' cannot run here: .*impl='(packed|reference)'"):
+        with pytest.raises(
+            InputError, match=r"impl 'triton' cannot run here: .*impl='(packed|reference)'"
+        ):
             model(x, mode, impl="triton", **MODES[mode])
         return
     got = outputs_and_gradients(model, x, mode, "triton")
@@ -101,7 +109,12 @@ def test_generation_of_a_changed_model_is_that_without_a_cache(change: Change, m
 
 def test_each_change_changes_what_is_computed() -> None:
     """Otherwise the tests above could not fail."""
-    same = {"backward hook that mixes rows", "frozen weights", "compiled block", "embedding with a largest norm"}
+    same = {
+        "backward hook that mixes rows",
+        "frozen weights",
+        "compiled block",
+        "embedding with a largest norm",
+    }
     for name, change in CHANGES.items():
         model = random_model(layers=3)
         x = random_inputs(model, 2, 5)
@@ -147,7 +160,9 @@ def test_layers_quantised_by_torch_run_by_the_reference() -> None:
     x = random_inputs(model, 2, 5)
     with torch.no_grad():
         assert torch.equal(model(x), model(x, impl="reference"))
-        with pytest.raises(InputError, match=r"blocks\.0\.qkv is a torch\.ao\..*Linear, and packed is off by"):
+        with pytest.raises(
+            InputError, match=r"blocks\.0\.qkv is a torch\.ao\..*Linear, and packed is off by"
+        ):
             model(x, impl="packed")
 
 
@@ -156,7 +171,9 @@ def test_dropout_is_refused_in_training_and_taken_in_evaluation() -> None:
     model.blocks[1].activation = nn.Sequential(nn.GELU("tanh"), nn.Dropout(0.5))
     x = random_inputs(model, 2, 5)
     model.train()
-    with pytest.raises(InputError, match=r"blocks\.1\.activation\.1 is active dropout.*model\.eval\(\)"):
+    with pytest.raises(
+        InputError, match=r"blocks\.1\.activation\.1 is active dropout.*model\.eval\(\)"
+    ):
         model(x, impl="packed")
     model.eval()
     torch.testing.assert_close(model(x, impl="packed"), model(x, impl="reference"))
@@ -181,7 +198,9 @@ def test_a_class_that_is_patched_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     model = random_model()
     x = random_inputs(model, 2, 5)
     model(x)
-    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * nn.functional.linear(x, self.weight, self.bias))
+    monkeypatch.setattr(
+        nn.Linear, "forward", lambda self, x: 2 * nn.functional.linear(x, self.weight, self.bias)
+    )
     assert support_of(model).kernels == "blocks.0.qkv is a Linear with another forward"
     torch.testing.assert_close(model(x, impl="packed"), model(x, impl="reference"))
     monkeypatch.setattr(entp.Transformer, "encode", lambda self, x, ids=None: self.embed(x, ids))
@@ -222,7 +241,7 @@ def test_a_model_is_forgotten_with_its_last_reference() -> None:
 def test_comparing_a_fingerprint_takes_about_a_microsecond_a_module() -> None:
     """0.24 us on an idle server, 1 to 1.5 on two busy shared cores, where this bound must hold too."""
     with torch.device("meta"):
-        model = entp.Transformer(entp.ModelConfig(vocab=64, positions=64, **entp.SIZES["large"]))
+        model = entp.Transformer(entp.ModelConfig(vocab=64, context_length=64, **entp.SIZES["large"]))
     support_of(model)
     best = float("inf")
     for _ in range(200):
@@ -244,7 +263,7 @@ def test_check_finds_every_implementation_exact() -> None:
         ("entp", "packed"),
         ("entp", "triton"),
         ("decoder", "triton"),
-        ("prefix", "triton"),
+        ("prefix-lm", "triton"),
     }
     assert len([row for row in report.rows if row.implementation.startswith("generation")]) == 3
     assert all(row.outputs is not None and row.outputs < 1e-12 for row in report.rows)
@@ -261,16 +280,26 @@ def test_check_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_check_finds_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     right = packed.first_layer
-    monkeypatch.setattr(packed, "first_layer", lambda *args: (out := right(*args)).detach() + 0.999 * (out - out.detach()))
-    row = next(row for row in entp.check(random_model(layers=3), length=5).rows if row.implementation == "packed")
+    monkeypatch.setattr(
+        packed,
+        "first_layer",
+        lambda *args: (out := right(*args)).detach() + 0.999 * (out - out.detach()),
+    )
+    row = next(
+        row
+        for row in entp.check(random_model(layers=3), length=5).rows
+        if row.implementation == "packed"
+    )
     assert row.outputs is not None
     assert row.outputs < 1e-12
     assert row.verdict.startswith("WRONG")
 
 
 def test_check_says_why_an_implementation_is_not_used() -> None:
-    model = random_model(layers=3, position="relative").to(DEVICE)
-    triton = [row for row in entp.check(model, length=5, batch=2).rows if row.implementation == "triton"]
+    model = random_model(layers=3, position_embedding="relative").to(DEVICE)
+    triton = [
+        row for row in entp.check(model, length=5, batch=2).rows if row.implementation == "triton"
+    ]
     assert {row.verdict for row in triton} == {"not used: the model has a bias on attention scores"}
 
 
@@ -286,10 +315,16 @@ def test_check_of_a_model_without_masks() -> None:
         def encode(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:  # type: ignore[override]
             return super().encode(x, position_ids)
 
-    report = entp.check(Plain(entp.ModelConfig(vocab=11, positions=9, layers=2, heads=2, width=8)).double(), length=5)
+    report = entp.check(
+        Plain(entp.ModelConfig(vocab=11, context_length=9, layers=2, heads=2, width=8)).double(),
+        length=5,
+    )
     assert report.exact
     told = {row.verdict for row in report.rows if row.mode == "decoder"}
-    assert told == {"not used: mode decoder needs a model whose encode takes mask= and causal=, and Plain's does not"}
+    assert told == {
+        "not used: mode decoder needs a model whose encode takes mask= and causal=, and Plain's "
+        "does not"
+    }
 
 
 def test_a_compiled_model_runs_in_every_mode() -> None:
@@ -297,7 +332,9 @@ def test_a_compiled_model_runs_in_every_mode() -> None:
     x = random_inputs(model, 2, 5)
     whole: Any = torch.compile(model, backend="eager")
     for mode, options in MODES.items():
-        torch.testing.assert_close(entp.predict(whole, x, mode, **options), model(x, mode, impl="reference", **options))
+        torch.testing.assert_close(
+            entp.predict(whole, x, mode, **options), model(x, mode, impl="reference", **options)
+        )
 
 
 def test_registered_classes_of_ones_own_are_packed_and_not_read() -> None:
@@ -305,7 +342,7 @@ def test_registered_classes_of_ones_own_are_packed_and_not_read() -> None:
         pass
 
     fingerprint.register(Mine, "encode", "embed", "stack", "attention_bias", "readout")
-    model = Mine(entp.ModelConfig(vocab=11, positions=9, layers=2, heads=2, width=8))
+    model = Mine(entp.ModelConfig(vocab=11, context_length=9, layers=2, heads=2, width=8))
     assert support_of(model).kernels == "the kernels read the weights of entp.Transformer only"
     assert choose("packed", "cpu", model).impl == "packed"
     x = torch.randint(11, (2, 5))
@@ -315,9 +352,15 @@ def test_registered_classes_of_ones_own_are_packed_and_not_read() -> None:
 def test_check_leaves_the_model_as_it_is() -> None:
     model = random_model()
     model(random_inputs(model, 1, 3)).sum().backward()
-    before = [(p.detach().clone(), p.grad.clone()) for p in model.parameters() if p.grad is not None]
+    before = [
+        (p.detach().clone(), p.grad.clone()) for p in model.parameters() if p.grad is not None
+    ]
     state = torch.random.get_rng_state()
     entp.check(model, length=4)
     after = [(p, p.grad) for p in model.parameters() if p.grad is not None]
-    assert all(torch.equal(a, b) for one, two in zip(before, after, strict=True) for a, b in zip(one, two, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for one, two in zip(before, after, strict=True)
+        for a, b in zip(one, two, strict=True)
+    )
     assert torch.equal(state, torch.random.get_rng_state())

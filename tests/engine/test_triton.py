@@ -1,7 +1,9 @@
-"""Triton's attention kernels against the plain functions that define them, what holds for every kernel, and the whole engine.
+"""Triton's attention kernels against the plain functions that define them, what holds for every
+kernel, and the whole engine.
 
-Without a GPU they run through Triton's interpreter: the same code, one program after the other, about 10 ms each, so shapes
-are small. With a GPU they run there, as part of `make gpu-test`. Kernels that go over rows have test_triton_rows.py.
+Without a GPU they run through Triton's interpreter: the same code, one program after the other,
+about 10 ms each, so shapes are small. With a GPU they run there, as part of `make gpu-test`.
+Kernels that go over rows have test_triton_rows.py.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from random_models import random_inputs, random_model
 from torch import Tensor
 
 import entp
-from entp.attention import visible
 from entp.engine import budget as budget_module
 from entp.engine import packed
 from entp.engine.layout import Packing, pack, whole_sequences
+from entp.engine.masks import visible
 from entp.errors import InputError
 
 pytest.importorskip("triton")
@@ -77,7 +79,14 @@ def kernel_running(qkv: Tensor, bias: Tensor, *rest: Any) -> Tensor:
 
 
 def plain_last_attention(
-    x: Tensor, ends: Tensor, w: Tensor, bias: Tensor, gain: Tensor | None, shift: Tensor | None, plan: Packing, *rest: Any
+    x: Tensor,
+    ends: Tensor,
+    w: Tensor,
+    bias: Tensor,
+    gain: Tensor | None,
+    shift: Tensor | None,
+    plan: Packing,
+    *rest: Any,
 ) -> Tensor:
     """q of each prefix's last row, k and v of all its rows, and their attention, prefix by prefix."""
     heads, scale = rest
@@ -86,7 +95,9 @@ def plain_last_attention(
     q, _, _ = (ends @ w.T + bias).view(len(ends), 3, heads, -1).unbind(1)
     _, k, v = (x @ w.T + bias).view(len(x), 3, heads, -1).unbind(1)
     found = []
-    for query, keys, values in zip(q, k.split(plan.length.tolist()), v.split(plan.length.tolist()), strict=True):
+    for query, keys, values in zip(
+        q, k.split(plan.length.tolist()), v.split(plan.length.tolist()), strict=True
+    ):
         weight = torch.softmax(scale * torch.einsum("hd,nhd->hn", query, keys), -1)
         found.append(torch.einsum("hn,nhd->hd", weight, values).flatten())
     return torch.stack(found)
@@ -101,7 +112,10 @@ def plain_last_attention(
 @example(1, 2, 17, 8, 0)
 def test_prefix_attention(batch: int, heads: int, time: int, size: int, seed: int) -> None:
     plan = packing(batch, time, seed)
-    inputs = [numbers(plan.rows, 3 * heads * size, seed=seed, size=1.5), numbers(3 * heads * size, seed=seed + 1)]
+    inputs = [
+        numbers(plan.rows, 3 * heads * size, seed=seed, size=1.5),
+        numbers(3 * heads * size, seed=seed + 1),
+    ]
     want = with_gradients(plain_prefix, inputs, plan, heads, 0.6)
     assert worst(with_gradients(kernel_prefix, inputs, plan, heads, 0.6), want) < CLOSE
 
@@ -131,14 +145,24 @@ def test_causal_attention_with_and_without_a_prefix(lengths: tuple[int, ...], fr
 
 @pytest.mark.parametrize("free", [(0, 1, 2), (1, 2, 5), (5, 0, 3), (9, 9, 9)], ids=str)
 @pytest.mark.parametrize("lengths", [(5, 5, 5), (1, 2, 5), (17, 18, 40), (64, 70, 130)], ids=str)
-def test_causal_attention_with_a_prefix_for_each(lengths: tuple[int, ...], free: tuple[int, ...]) -> None:
+def test_causal_attention_with_a_prefix_for_each(
+    lengths: tuple[int, ...], free: tuple[int, ...]
+) -> None:
     """Numbers below, at and beyond the lengths; the third of three alone is what it is among them."""
-    plan = whole_sequences(3, 5, torch.device(DEVICE)) if len(set(lengths)) == 1 else of_lengths(*lengths)
-    each = torch.tensor([n * max(1, plan.longest // 9) for n in free], dtype=torch.int32, device=DEVICE)
+    plan = (
+        whole_sequences(3, 5, torch.device(DEVICE))
+        if len(set(lengths)) == 1
+        else of_lengths(*lengths)
+    )
+    each = torch.tensor(
+        [n * max(1, plan.longest // 9) for n in free], dtype=torch.int32, device=DEVICE
+    )
     inputs = [numbers(plan.rows, 3 * 6, seed=0, size=1.5), numbers(3 * 6, seed=1)]
     want = with_gradients(plain_prefix, inputs, plan, 2, 0.6, each)
     assert worst(with_gradients(kernel_prefix, inputs, plan, 2, 0.6, each), want) < CLOSE
-    last = plain_prefix(inputs[0][-lengths[2] :], inputs[1], of_lengths(lengths[2]), 2, 0.6, int(each[2]))
+    last = plain_prefix(
+        inputs[0][-lengths[2] :], inputs[1], of_lengths(lengths[2]), 2, 0.6, int(each[2])
+    )
     assert worst([last], [want[0][-lengths[2] :]]) < CLOSE
 
 
@@ -146,22 +170,27 @@ def test_causal_attention_is_the_mask_of_each_mode() -> None:
     plan = of_lengths(7)
     qkv = numbers(7, 3 * 4, seed=0)
     q, k, v = qkv.view(7, 3, 4).unbind(1)
-    for free, mode, prefix in ((0, "decoder", None), (3, "prefix", 3), (9, "prefix", 7)):
+    for free, mode, prefix in ((0, "decoder", None), (3, "prefix-lm", 3), (9, "prefix-lm", 7)):
         seen = visible(mode, 7, prefix=prefix)[0].to(DEVICE)
         want = torch.softmax((q @ k.T).masked_fill(~seen, float("-inf")), -1) @ v
         assert worst([attention.plain_prefix_attention(qkv, plan, 1, 1.0, free)], [want]) < CLOSE
 
 
 def test_prefix_attention_in_the_largest_tile() -> None:
-    """Prefixes of 65 to 128 rows are one tile in half precision, with queries in two halves going forward."""
+    """Prefixes of 65 to 128 rows are one tile in half precision, with queries in two halves going
+    forward."""
     assert attention.whole(5, HALF) == 128
     plan = of_lengths(65, 100, 128)
     mixed = [numbers(plan.rows, 3 * 5, seed=0).to(HALF), torch.zeros(3 * 5, device=DEVICE)]
     exact = with_gradients(plain_prefix, [t.double() for t in mixed], plan, 1, 0.6)
-    assert worst(with_gradients(kernel_prefix, mixed, plan, 1, 0.6), exact) < 2 * torch.finfo(HALF).eps
+    assert (
+        worst(with_gradients(kernel_prefix, mixed, plan, 1, 0.6), exact) < 2 * torch.finfo(HALF).eps
+    )
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter takes minutes for thousands of programs")
+@pytest.mark.skipif(
+    DEVICE == "cpu", reason="the interpreter takes minutes for thousands of programs"
+)
 @pytest.mark.parametrize("time", [1, 20])
 def test_prefix_attention_of_thousands_of_prefixes(time: int) -> None:
     """So many that one program goes through all heads of a prefix."""
@@ -177,7 +206,10 @@ def test_prefix_attention_of_thousands_of_prefixes(time: int) -> None:
 @example(1, 1, 17, 5, 0)
 def test_running_attention(batch: int, heads: int, time: int, size: int, seed: int) -> None:
     plan = packing(batch, time, seed)
-    inputs = [numbers(batch * time, 3 * heads * size, seed=seed, size=1.5), numbers(3 * heads * size, seed=seed + 1)]
+    inputs = [
+        numbers(batch * time, 3 * heads * size, seed=seed, size=1.5),
+        numbers(3 * heads * size, seed=seed + 1),
+    ]
     want = with_gradients(plain_running, inputs, plan, heads, 0.6)
     assert worst(with_gradients(kernel_running, inputs, plan, heads, 0.6), want) < CLOSE
 
@@ -186,9 +218,13 @@ def test_running_attention(batch: int, heads: int, time: int, size: int, seed: i
 @given(st.integers(1, 2), HEADS, st.integers(1, 10), SIZES, st.booleans(), st.integers(0, 99))
 @example(1, 5, 1, 4, True, 0)
 @example(1, 2, 35, 3, True, 0)
-def test_last_attention(batch: int, heads: int, time: int, size: int, normed: bool, seed: int) -> None:
+def test_last_attention(
+    batch: int, heads: int, time: int, size: int, normed: bool, seed: int
+) -> None:
     plan, width = packing(batch, time, seed, 0.3), heads * size
-    shapes = [(plan.rows, width), (len(plan.length), width), (3 * width, width), (3 * width,)] + [(width,)] * (2 * normed)
+    shapes = [(plan.rows, width), (len(plan.length), width), (3 * width, width), (3 * width,)] + [
+        (width,)
+    ] * (2 * normed)
     inputs = [numbers(*shape, seed=seed + n) for n, shape in enumerate(shapes)]
     rest = (*([] if normed else [None, None]), plan, heads, 0.6)
     want = with_gradients(plain_last_attention, inputs, *rest)
@@ -198,7 +234,8 @@ def test_last_attention(batch: int, heads: int, time: int, size: int, normed: bo
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("which", ["prefix", "running"])
 def test_product_and_attention_together(which: str, normed: bool) -> None:
-    """norm_linear leaves the bias's gradient to the attention that reads it: together nothing is missing or doubled."""
+    """norm_linear leaves the bias's gradient to the attention that reads it: together nothing is
+    missing or doubled."""
     plan, heads, width = packing(2, 5, 0), 2, 12
     layer, norm = layers(width, 3 * width, 0, normed)
     kernel, plain = {
@@ -216,7 +253,8 @@ def test_product_and_attention_together(which: str, normed: bool) -> None:
 
 
 class Case(NamedTuple):
-    """A kernel, what defines it, and inputs in float64; those at `half` come in half precision where the others are fp32."""
+    """A kernel, what defines it, and inputs in float64; those at `half` come in half precision
+    where the others are fp32."""
 
     kernel: Callable[..., Any]
     plain: Callable[..., Any]
@@ -255,24 +293,49 @@ def case(name: str) -> Case:
     return {
         "add_norm": lambda: Case(kernel_add_norm, rows.plain_add_norm, three, (1,), (layer,)),
         "first_add_norm": lambda: Case(
-            kernel_first, plain_first, [tokens.view(2, 6, 36), numbers(plan.rows, 36, seed=7), bias], (1,), (layer, plan)
+            kernel_first,
+            plain_first,
+            [tokens.view(2, 6, 36), numbers(plan.rows, 36, seed=7), bias],
+            (1,),
+            (layer, plan),
         ),
         "last_add_norm": lambda: Case(kernel_last, plain_last, three, (1,), (layer, plan)),
         "normed": lambda: Case(
-            lambda h: rows.normed(h, layer, h.dtype), lambda h: torch.nn.functional.layer_norm(h, h.shape[1:]), [vectors], ()
+            lambda h: rows.normed(h, layer, h.dtype),
+            lambda h: torch.nn.functional.layer_norm(h, h.shape[1:]),
+            [vectors],
+            (),
         ),
-        "gelu": lambda: Case(kernel_mlp(keep=True), mlp.plain_activated_linear, [qkv, bias, w.T], (0,), (True,)),
-        "gelu again": lambda: Case(kernel_mlp(keep=False), mlp.plain_activated_linear, [qkv, bias, w.T], (0,), (True,)),
-        "relu": lambda: Case(kernel_mlp(keep=False), mlp.plain_activated_linear, [qkv, bias, w.T], (0,), (False,)),
+        "gelu": lambda: Case(
+            kernel_mlp(keep=True), mlp.plain_activated_linear, [qkv, bias, w.T], (0,), (True,)
+        ),
+        "gelu again": lambda: Case(
+            kernel_mlp(keep=False), mlp.plain_activated_linear, [qkv, bias, w.T], (0,), (True,)
+        ),
+        "relu": lambda: Case(
+            kernel_mlp(keep=False), mlp.plain_activated_linear, [qkv, bias, w.T], (0,), (False,)
+        ),
         "linear": lambda: Case(linear, torch.nn.functional.linear, [vectors, w], (0,)),
         "cross_entropy": lambda: Case(
-            loss.cross_entropy, loss.plain_cross_entropy, [qkv], (0,), (targets_below(plan.rows, 36, 8),)
+            loss.cross_entropy,
+            loss.plain_cross_entropy,
+            [qkv],
+            (0,),
+            (targets_below(plan.rows, 36, 8),),
         ),
-        "prefix_attention": lambda: Case(kernel_prefix, plain_prefix, [qkv, bias], (0,), (plan, 2, 0.6)),
+        "prefix_attention": lambda: Case(
+            kernel_prefix, plain_prefix, [qkv, bias], (0,), (plan, 2, 0.6)
+        ),
         "long prefix_attention": lambda: Case(
-            kernel_prefix, plain_prefix, [numbers(long.rows, 12, seed=9), bias[:12]], (0,), (long, 1, 0.6)
+            kernel_prefix,
+            plain_prefix,
+            [numbers(long.rows, 12, seed=9), bias[:12]],
+            (0,),
+            (long, 1, 0.6),
         ),
-        "running_attention": lambda: Case(kernel_running, plain_running, [tokens, bias], (0,), (plan, 2, 0.6)),
+        "running_attention": lambda: Case(
+            kernel_running, plain_running, [tokens, bias], (0,), (plan, 2, 0.6)
+        ),
         "last_attention": lambda: Case(
             last.LastAttention.apply,
             plain_last_attention,
@@ -307,7 +370,12 @@ def test_half_precision_rounds_a_few_times_only(name: str) -> None:
 @pytest.mark.parametrize("name", [*KERNELS, "fold", "fold_backward", "column_sums"])
 def test_everything_is_written_and_the_same_bits_twice(name: str) -> None:
     """Nothing is read that was not written, and no sum depends on which program comes first."""
-    w, bias, gain, shift = numbers(40, 13, seed=0), numbers(40, seed=1), numbers(13, seed=2), numbers(13, seed=3)
+    w, bias, gain, shift = (
+        numbers(40, 13, seed=0),
+        numbers(40, seed=1),
+        numbers(13, seed=2),
+        numbers(13, seed=3),
+    )
     others: dict[str, Callable[[], Any]] = {
         "fold": lambda: rows.fold(w, bias, gain, shift, torch.float64),
         "fold_backward": lambda: rows.fold_backward(w, bias, w, gain, shift),
@@ -340,36 +408,59 @@ def test_extreme_scores_stay_finite_and_exact(name: str, growing: bool) -> None:
 # The engine
 
 
-MASK = torch.tensor([[1, 0, 0, 1, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0, 0]], dtype=torch.bool)
-ALONE = torch.tensor([[0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1, 0]], dtype=torch.bool)
+MASK = torch.tensor(
+    [[1, 0, 0, 1, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0, 0]], dtype=torch.bool
+)
+ALONE = torch.tensor(
+    [[0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1, 0]], dtype=torch.bool
+)
 IDS = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [5, 5, 4, 4, 9, 9, 0], [3, 2, 1, 0, 8, 7, 6]])
 QUESTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one layer": ({"layers": 1}, {"lengths": [7, 4, 1]}),
     "lengths": ({"layers": 3, "norm": "none", "activation": "relu"}, {"lengths": [7, 4, 1]}),
-    "lengths and budget": ({"layers": 3, "heads": 1, "input_dim": 3}, {"lengths": [7, 4, 1], "token_budget": 12}),
-    "mask": ({"layers": 4, "scale": "one"}, {"at": MASK}),
+    "lengths and budget": (
+        {"layers": 3, "heads": 1, "input_dim": 3},
+        {"lengths": [7, 4, 1], "token_budget": 12},
+    ),
+    "mask": ({"layers": 4, "attention_scale": "one"}, {"at": MASK}),
     "mask and budget": ({"layers": 2, "heads": 1, "norm": "none"}, {"at": MASK, "token_budget": 7}),
     "one prefix each": ({"layers": 3}, {"at": ALONE}),
     "one prefix each, vectors": ({"layers": 2, "input_dim": 3, "norm": "none"}, {"at": ALONE}),
-    "positions": ({"layers": 3, "position": "none", "outputs": 2}, {"at": [6, 0]}),
-    "rotary": ({"layers": 3, "position": "rotary"}, {"lengths": [7, 4, 1]}),
-    "rotary, one prefix each": ({"layers": 2, "position": "rotary"}, {"at": ALONE}),
-    "rotary and budget": ({"layers": 3, "position": "rotary", "bias": False}, {"at": MASK, "token_budget": 7}),
-    "rms, silu, no biases": ({"layers": 3, "norm": "rms", "activation": "silu", "bias": False, "tied_head": False}, {}),
-    "loops": ({"layers": 2, "loops": 2, "position": "sinusoidal"}, {"at": MASK}),
-    "one layer, two loops": ({"layers": 1, "loops": 2, "position": "rotary"}, {}),
+    "context_length": ({"layers": 3, "position_embedding": "none", "outputs": 2}, {"at": [6, 0]}),
+    "rotary": ({"layers": 3, "position_embedding": "rotary"}, {"lengths": [7, 4, 1]}),
+    "rotary, one prefix each": ({"layers": 2, "position_embedding": "rotary"}, {"at": ALONE}),
+    "rotary and budget": (
+        {"layers": 3, "position_embedding": "rotary", "bias": False},
+        {"at": MASK, "token_budget": 7},
+    ),
+    "rms, silu, no biases": (
+        {"layers": 3, "norm": "rms", "activation": "silu", "bias": False, "tied_head": False},
+        {},
+    ),
+    "loops": ({"layers": 2, "loops": 2, "position_embedding": "sinusoidal"}, {"at": MASK}),
+    "one layer, two loops": ({"layers": 1, "loops": 2, "position_embedding": "rotary"}, {}),
     "position ids": ({"layers": 3}, {"position_ids": IDS}),
-    "position ids, rotary": ({"layers": 3, "position": "rotary"}, {"position_ids": IDS, "at": MASK}),
+    "position ids, rotary": (
+        {"layers": 3, "position_embedding": "rotary"},
+        {"position_ids": IDS, "at": MASK},
+    ),
 }
 """Models and what is asked of them."""
 
 
 @pytest.mark.parametrize(("config", "question"), QUESTIONS.values(), ids=QUESTIONS.keys())
-def test_the_whole_engine_equals_the_reference(config: dict[str, Any], question: dict[str, Any]) -> None:
+def test_the_whole_engine_equals_the_reference(
+    config: dict[str, Any], question: dict[str, Any]
+) -> None:
     """Outputs and every parameter's gradient, also where chunks are computed twice."""
     model = random_model(**config).to(DEVICE)
     x = random_inputs(model, 3, 7).to(DEVICE)
-    options = {**question, "lengths": torch.tensor(question["lengths"], device=DEVICE) if "lengths" in question else None}
+    options = {
+        **question,
+        "lengths": torch.tensor(question["lengths"], device=DEVICE)
+        if "lengths" in question
+        else None,
+    }
 
     def run(impl: str) -> dict[str, Tensor]:
         out = entp.all_prefixes(model, x, impl=impl, **options)
@@ -388,13 +479,15 @@ def test_the_whole_engine_equals_the_reference(config: dict[str, Any], question:
         {"layers": 3},
         {"norm": "none", "activation": "relu"},
         {"input_dim": 3},
-        {"position": "none", "scale": "one"},
-        {"position": "rotary", "norm": "rms", "activation": "silu", "bias": False},
+        {"position_embedding": "none", "attention_scale": "one"},
+        {"position_embedding": "rotary", "norm": "rms", "activation": "silu", "bias": False},
         {"loops": 2, "tied_head": False},
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("mode", "prefix"), [("decoder", None), ("prefix", 3), ("prefix", 20), ("prefix", [5, 2])])
+@pytest.mark.parametrize(
+    ("mode", "prefix"), [("decoder", None), ("prefix-lm", 3), ("prefix-lm", 20), ("prefix-lm", [5, 2])]
+)
 def test_a_decoder_by_the_kernels(config: dict[str, Any], mode: str, prefix: Any) -> None:
     """Outputs and every parameter's gradient; the mode is an argument of the same weights."""
     model = random_model(**config).to(DEVICE)
@@ -403,34 +496,48 @@ def test_a_decoder_by_the_kernels(config: dict[str, Any], mode: str, prefix: Any
 
     def run(impl: str) -> dict[str, Tensor]:
         names, leaves = zip(*model.named_parameters(), strict=True)
-        return dict(zip(["output", *names], results(model(x, mode, prefix=prefix, impl=impl), list(leaves)), strict=True))
+        return dict(
+            zip(
+                ["output", *names],
+                results(model(x, mode, prefix=prefix, impl=impl), list(leaves)),
+                strict=True,
+            )
+        )
 
     want, got = run("reference"), run("triton")
     for name, value in want.items():
         assert (got[name] - value).abs().max() <= CLOSE * value.abs().max(), name
     if DEVICE == "cuda":
-        assert all(torch.equal(value, got[name]) for name, value in run("auto").items()), "auto takes the kernels"
+        assert all(torch.equal(value, got[name]) for name, value in run("auto").items()), (
+            "auto takes the kernels"
+        )
 
 
 @pytest.mark.parametrize(
     ("mode", "options"),
     [
-        ("prefix", {"prefix": torch.tensor(2)}),
-        ("prefix", {}),
-        ("prefix", {"prefix": 0}),
-        ("prefix", {"prefix": [3, 1], "lengths": [2, 4]}),
+        ("prefix-lm", {"prefix": torch.tensor(2)}),
+        ("prefix-lm", {}),
+        ("prefix-lm", {"prefix": 0}),
+        ("prefix-lm", {"prefix": [3, 1], "lengths": [2, 4]}),
         ("decoder", {"lengths": [2, 4]}),
     ],
 )
-def test_what_the_kernels_do_not_take_in_other_modes_is_a_sentence(mode: str, options: dict[str, Any]) -> None:
+def test_what_the_kernels_do_not_take_in_other_modes_is_a_sentence(
+    mode: str, options: dict[str, Any]
+) -> None:
     model = random_model().to(DEVICE)
     x = random_inputs(model, 2, 4).to(DEVICE)
-    options = {k: torch.tensor(v, device=DEVICE) if isinstance(v, list) else v for k, v in options.items()}
+    options = {
+        k: torch.tensor(v, device=DEVICE) if isinstance(v, list) else v for k, v in options.items()
+    }
     with pytest.raises(InputError, match=f"impl 'triton' in mode {mode} takes no padding"):
         model(x, mode, impl="triton", **options)
 
 
-def test_memory_is_saved_where_it_counts_and_not_where_the_caller_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_saved_where_it_counts_and_not_where_the_caller_decides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The same gradients with activations kept or made again; a token budget keeps them."""
     model = random_model(layers=3).to(DEVICE)
     x = random_inputs(model, 2, 6).to(DEVICE)
@@ -459,5 +566,10 @@ def test_memory_is_saved_where_it_counts_and_not_where_the_caller_decides(monkey
 
 def test_nothing_asked_for() -> None:
     model = random_model(layers=3).to(DEVICE)
-    out = entp.all_prefixes(model, random_inputs(model, 2, 5).to(DEVICE), at=torch.zeros(2, 5, dtype=torch.bool), impl="triton")
+    out = entp.all_prefixes(
+        model,
+        random_inputs(model, 2, 5).to(DEVICE),
+        at=torch.zeros(2, 5, dtype=torch.bool),
+        impl="triton",
+    )
     assert out.shape == (0, 11)

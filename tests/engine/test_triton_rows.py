@@ -1,7 +1,8 @@
-"""Triton kernels that go over rows once, against the plain functions that define them: outputs and every gradient.
+"""Triton kernels that go over rows once, against the plain functions that define them: outputs and
+every gradient.
 
-Without a GPU they run through Triton's interpreter: the same code, one program after the other, about 10 ms each, so shapes
-are small. With a GPU they run there, as part of `make gpu-test`.
+Without a GPU they run through Triton's interpreter: the same code, one program after the other,
+about 10 ms each, so shapes are small. With a GPU they run there, as part of `make gpu-test`.
 """
 
 from __future__ import annotations
@@ -52,15 +53,24 @@ def of_lengths(*lengths: int) -> Packing:
     return pack(wanted, torch.device(DEVICE))
 
 
-def numbers(*shape: int, seed: int, size: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * size).to(DEVICE, dtype)
+def numbers(
+    *shape: int, seed: int, size: float = 1.0, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    return (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        * size
+    ).to(DEVICE, dtype)
 
 
 def results(got: Any, leaves: list[Tensor]) -> list[Tensor]:
     """All outputs, and the gradient of each leaf for a fixed direction of each output."""
     outputs = got if isinstance(got, tuple) else (got,)
-    directions = [torch.sin(torch.arange(o.numel(), device=o.device) + 0.7 * n) for n, o in enumerate(outputs)]
-    gradients = torch.autograd.grad(outputs, leaves, [d.to(o).view_as(o) for d, o in zip(directions, outputs, strict=True)])
+    directions = [
+        torch.sin(torch.arange(o.numel(), device=o.device) + 0.7 * n) for n, o in enumerate(outputs)
+    ]
+    gradients = torch.autograd.grad(
+        outputs, leaves, [d.to(o).view_as(o) for d, o in zip(directions, outputs, strict=True)]
+    )
     return [*(o.detach() for o in outputs), *gradients]
 
 
@@ -71,10 +81,23 @@ def with_gradients(function: Callable[..., Any], inputs: list[Tensor], *rest: An
 
 
 def worst(got: list[Tensor], want: list[Tensor]) -> float:
-    """Largest deviation, relative to the largest number of its tensor, or to 1 (a one-row prefix has zero gradients)."""
+    """Largest deviation, relative to the largest number of its tensor, or to 1 (a one-row prefix
+    has zero gradients)."""
     assert [g.shape for g in got] == [w.shape for w in want]
-    pairs = [(g.detach().double(), w.detach().double()) for g, w in zip(got, want, strict=True) if w.numel()]
-    return float(torch.stack([(g - w).abs().max() / w.abs().max().clamp(min=1.0) for g, w in pairs]).max()) if pairs else 0.0
+    pairs = [
+        (g.detach().double(), w.detach().double())
+        for g, w in zip(got, want, strict=True)
+        if w.numel()
+    ]
+    return (
+        float(
+            torch.stack(
+                [(g - w).abs().max() / w.abs().max().clamp(min=1.0) for g, w in pairs]
+            ).max()
+        )
+        if pairs
+        else 0.0
+    )
 
 
 @contextmanager
@@ -101,7 +124,9 @@ def stream(h: Tensor, half: torch.dtype) -> rows.Stream:
 
 def ended(h: rows.Stream, half: torch.dtype) -> Tensor:
     """The rows of a stream, as a tensor with a gradient."""
-    return rows.stream_end(h, torch.zeros_like(h.rows, dtype=half), h.rows.new_zeros(h.rows.shape[1]))
+    return rows.stream_end(
+        h, torch.zeros_like(h.rows, dtype=half), h.rows.new_zeros(h.rows.shape[1])
+    )
 
 
 def kernel_add_norm(h: Tensor, y: Tensor, bias: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
@@ -109,21 +134,29 @@ def kernel_add_norm(h: Tensor, y: Tensor, bias: Tensor, norm: Norm) -> tuple[Ten
     return ended(out, y.dtype), x
 
 
-def kernel_first(h_BTD: Tensor, y: Tensor, bias: Tensor, norm: Norm, plan: Packing) -> tuple[Tensor, Tensor]:
+def kernel_first(
+    h_BTD: Tensor, y: Tensor, bias: Tensor, norm: Norm, plan: Packing
+) -> tuple[Tensor, Tensor]:
     out, x = rows.first_add_norm(h_BTD, y, bias, norm, plan)
     return ended(out, y.dtype), x
 
 
-def kernel_last(h: Tensor, y: Tensor, bias: Tensor, norm: Norm, plan: Packing) -> tuple[Tensor, Tensor, Tensor]:
+def kernel_last(
+    h: Tensor, y: Tensor, bias: Tensor, norm: Norm, plan: Packing
+) -> tuple[Tensor, Tensor, Tensor]:
     out, x, last = rows.last_add_norm(stream(h, y.dtype), y, bias, norm, plan)
     return ended(out, y.dtype), x, last
 
 
-def plain_first(h_BTD: Tensor, y: Tensor, bias: Tensor, norm: Norm, plan: Packing) -> tuple[Tensor, Tensor]:
+def plain_first(
+    h_BTD: Tensor, y: Tensor, bias: Tensor, norm: Norm, plan: Packing
+) -> tuple[Tensor, Tensor]:
     return rows.plain_add_norm(h_BTD.flatten(0, 1)[plan.row_index], y, bias, norm)
 
 
-def plain_last(h: Tensor, y: Tensor, bias: Tensor, norm: Norm, plan: Packing) -> tuple[Tensor, Tensor, Tensor]:
+def plain_last(
+    h: Tensor, y: Tensor, bias: Tensor, norm: Norm, plan: Packing
+) -> tuple[Tensor, Tensor, Tensor]:
     h, x = rows.plain_add_norm(h, y, bias, norm)
     return h[plan.last_row], x, x[plan.last_row]
 
@@ -132,14 +165,19 @@ def plain_last(h: Tensor, y: Tensor, bias: Tensor, norm: Norm, plan: Packing) ->
 @given(st.integers(1, 70), st.sampled_from(WIDTHS), st.sampled_from(NORMS), st.integers(0, 99))
 @example(200, 24, NORMS[0], 0)
 def test_add_norm(count: int, width: int, norm: Norm, seed: int) -> None:
-    inputs = [numbers(count, width, seed=seed), numbers(count, width, seed=seed + 1), numbers(width, seed=seed + 2)]
+    inputs = [
+        numbers(count, width, seed=seed),
+        numbers(count, width, seed=seed + 1),
+        numbers(width, seed=seed + 2),
+    ]
     want = with_gradients(rows.plain_add_norm, inputs, norm)
     assert worst(with_gradients(kernel_add_norm, inputs, norm), want) < CLOSE
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=str)
 def test_programs_that_take_several_tiles(norm: Norm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 2 programs for 5 tiles of rows, one has 3 and one has 2: gradients of biases add up all the same."""
+    """With 2 programs for 5 tiles of rows, one has 3 and one has 2: gradients of biases add up all
+    the same."""
     monkeypatch.setattr(rows, "PROGRAMS", 2)
     inputs = [numbers(73, 7, seed=0), numbers(73, 7, seed=1), numbers(7, seed=2)]
     want = with_gradients(rows.plain_add_norm, inputs, norm)
@@ -151,22 +189,42 @@ def test_programs_that_take_several_tiles(norm: Norm, monkeypatch: pytest.Monkey
 
 
 @settings(max_examples=EXAMPLES)
-@given(st.integers(1, 3), st.integers(1, 20), st.sampled_from(WIDTHS), st.sampled_from(NORMS), st.integers(0, 99))
+@given(
+    st.integers(1, 3),
+    st.integers(1, 20),
+    st.sampled_from(WIDTHS),
+    st.sampled_from(NORMS),
+    st.integers(0, 99),
+)
 @example(1, 1, 8, NORMS[0], 0)
 def test_first_add_norm(batch: int, time: int, width: int, norm: Norm, seed: int) -> None:
     """The stream's rows come from tokens; a token that no wanted prefix has gets no gradient."""
     plan = packing(batch, time, seed)
-    inputs = [numbers(batch, time, width, seed=seed), numbers(plan.rows, width, seed=seed + 1), numbers(width, seed=seed + 2)]
+    inputs = [
+        numbers(batch, time, width, seed=seed),
+        numbers(plan.rows, width, seed=seed + 1),
+        numbers(width, seed=seed + 2),
+    ]
     want = with_gradients(plain_first, inputs, norm, plan)
     assert worst(with_gradients(kernel_first, inputs, norm, plan), want) < CLOSE
 
 
 @settings(max_examples=EXAMPLES)
-@given(st.integers(1, 3), st.integers(1, 12), st.sampled_from(WIDTHS), st.sampled_from(NORMS), st.integers(0, 99))
+@given(
+    st.integers(1, 3),
+    st.integers(1, 12),
+    st.sampled_from(WIDTHS),
+    st.sampled_from(NORMS),
+    st.integers(0, 99),
+)
 @example(2, 1, 8, NORMS[0], 0)
 def test_last_add_norm(batch: int, time: int, width: int, norm: Norm, seed: int) -> None:
     plan = packing(batch, time, seed)
-    inputs = [numbers(plan.rows, width, seed=seed), numbers(plan.rows, width, seed=seed + 1), numbers(width, seed=seed + 2)]
+    inputs = [
+        numbers(plan.rows, width, seed=seed),
+        numbers(plan.rows, width, seed=seed + 1),
+        numbers(width, seed=seed + 2),
+    ]
     want = with_gradients(plain_last, inputs, norm, plan)
     assert worst(with_gradients(kernel_last, inputs, norm, plan), want) < CLOSE
 
@@ -178,14 +236,23 @@ def test_normed(count: int, width: int, norm: Norm, seed: int) -> None:
         return rows.plain_norm(h, norm)
 
     inputs = [numbers(count, width, seed=seed, size=3.0)]
-    assert worst(with_gradients(rows.normed, inputs, norm, torch.float64), with_gradients(plain, inputs)) < CLOSE
+    assert (
+        worst(
+            with_gradients(rows.normed, inputs, norm, torch.float64), with_gradients(plain, inputs)
+        )
+        < CLOSE
+    )
 
 
 def test_norm_of_rows_far_from_zero() -> None:
-    """Rows whose mean is a million times their spread: the variance is taken after the mean, or all digits would be gone."""
+    """Rows whose mean is a million times their spread: the variance is taken after the mean, or all
+    digits would be gone."""
     h, other = numbers(5, 24, seed=0) + 1e6, numbers(5, 24, seed=1)
     want = with_gradients(rows.plain_add_norm, [h, other, numbers(24, seed=2)], NORMS[0])
-    assert worst(with_gradients(kernel_add_norm, [h, other, numbers(24, seed=2)], NORMS[0]), want) < CLOSE
+    assert (
+        worst(with_gradients(kernel_add_norm, [h, other, numbers(24, seed=2)], NORMS[0]), want)
+        < CLOSE
+    )
 
 
 # Activation
@@ -197,10 +264,18 @@ def kernel_activated(u: Tensor, bias: Tensor, w: Tensor, kind: int, keep: bool) 
 
 @settings(max_examples=EXAMPLES)
 @given(
-    st.integers(1, 40), st.sampled_from([1, 20, 128, 129, 512]), st.sampled_from(ACTIVATIONS), st.booleans(), st.integers(0, 99)
+    st.integers(1, 40),
+    st.sampled_from([1, 20, 128, 129, 512]),
+    st.sampled_from(ACTIVATIONS),
+    st.booleans(),
+    st.integers(0, 99),
 )
 def test_activated_linear(count: int, width: int, kind: int, keep: bool, seed: int) -> None:
-    inputs = [numbers(count, width, seed=seed, size=2.0), numbers(width, seed=seed + 1), numbers(7, width, seed=seed + 2)]
+    inputs = [
+        numbers(count, width, seed=seed, size=2.0),
+        numbers(width, seed=seed + 1),
+        numbers(7, width, seed=seed + 2),
+    ]
     want = with_gradients(mlp.plain_activated_linear, inputs, kind)
     assert worst(with_gradients(kernel_activated, inputs, kind, keep), want) < CLOSE
 
@@ -224,7 +299,10 @@ def test_fold_and_its_gradients(outputs: int, width: int, seed: int) -> None:
     gain, shift = numbers(width, seed=seed + 2), numbers(width, seed=seed + 3)
     want_w, want_b, *want = with_gradients(rows.plain_fold, [w, bias, gain, shift])
     assert worst(list(rows.fold(w, bias, gain, shift, torch.float64)), [want_w, want_b]) < CLOSE
-    dw, db = (torch.sin(torch.arange(t.numel(), device=DEVICE) + 0.7 * n).to(t).view_as(t) for n, t in enumerate((w, bias)))
+    dw, db = (
+        torch.sin(torch.arange(t.numel(), device=DEVICE) + 0.7 * n).to(t).view_as(t)
+        for n, t in enumerate((w, bias))
+    )
     d_w, d_gain, d_shift = rows.fold_backward(dw, db, w, gain, shift)
     assert worst([d_w, db, d_gain, d_shift], want) < CLOSE
 
@@ -257,38 +335,64 @@ def gain_and_shift(x: Tensor, norm: nn.Module) -> Tensor:
 
 
 @settings(max_examples=EXAMPLES)
-@given(st.integers(1, 20), st.sampled_from(WIDTHS), st.integers(1, 30), st.booleans(), st.integers(0, 99))
+@given(
+    st.integers(1, 20),
+    st.sampled_from(WIDTHS),
+    st.integers(1, 30),
+    st.booleans(),
+    st.integers(0, 99),
+)
 def test_norm_linear(count: int, width: int, outputs: int, normed: bool, seed: int) -> None:
-    """Product and bias add up to the plain layer with all its gradients; the product alone is without the bias."""
+    """Product and bias add up to the plain layer with all its gradients; the product alone is
+    without the bias."""
     layer, norm = layers(width, outputs, seed, normed)
     x = numbers(count, width, seed=seed).requires_grad_()
     leaves = [x, *layer.parameters(), *norm.parameters()]
     product, bias = norm_linear(x, layer, norm)
-    assert worst(results(product + bias, leaves), results(layer(gain_and_shift(x, norm)), leaves)) < CLOSE
-    assert worst([product], [x @ (layer.weight * norm.weight if normed else layer.weight).T]) < CLOSE
+    assert (
+        worst(results(product + bias, leaves), results(layer(gain_and_shift(x, norm)), leaves))
+        < CLOSE
+    )
+    assert (
+        worst([product], [x @ (layer.weight * norm.weight if normed else layer.weight).T]) < CLOSE
+    )
 
 
 @settings(max_examples=EXAMPLES)
-@given(st.integers(1, 20), st.sampled_from([5, 24]), st.booleans(), st.sampled_from(ACTIVATIONS), st.integers(0, 99))
-def test_norm_linear_and_activation(count: int, width: int, normed: bool, kind: int, seed: int) -> None:
-    """The two as the MLP uses them: the activation adds the bias, whose gradient reaches bias, matrix and shift."""
+@given(
+    st.integers(1, 20),
+    st.sampled_from([5, 24]),
+    st.booleans(),
+    st.sampled_from(ACTIVATIONS),
+    st.integers(0, 99),
+)
+def test_norm_linear_and_activation(
+    count: int, width: int, normed: bool, kind: int, seed: int
+) -> None:
+    """The two as the MLP uses them: the activation adds the bias, whose gradient reaches bias,
+    matrix and shift."""
     layer, norm = layers(width, 4 * width, seed, normed)
     x = numbers(count, width, seed=seed).requires_grad_()
     leaves = [x, *layer.parameters(), *norm.parameters()]
     w = numbers(3, 4 * width, seed=seed + 1)
     got = mlp.activated_linear(*norm_linear(x, layer, norm), w, kind, keep=True)
-    want = mlp.plain_activated_linear(layer(gain_and_shift(x, norm)), torch.zeros_like(layer.bias), w, kind)
+    want = mlp.plain_activated_linear(
+        layer(gain_and_shift(x, norm)), torch.zeros_like(layer.bias), w, kind
+    )
     assert worst(results(got, leaves), results(want, leaves)) < CLOSE
 
 
 @pytest.mark.parametrize("normed", [True, False])
 def test_norm_linear_with_the_bias_in_the_product(normed: bool) -> None:
-    """With `add` the product has the bias; it passes no gradient to it, because the kernel that reads it does."""
+    """With `add` the product has the bias; it passes no gradient to it, because the kernel that
+    reads it does."""
     layer, norm = layers(12, 7, 0, normed)
     x = numbers(5, 12, seed=0).requires_grad_()
     product, bias = norm_linear(x, layer, norm, add=True)
     want = layer(gain_and_shift(x, norm))
-    assert worst([product, bias], [want, layer(gain_and_shift(torch.zeros_like(x), norm))[0]]) < CLOSE
+    assert (
+        worst([product, bias], [want, layer(gain_and_shift(torch.zeros_like(x), norm))[0]]) < CLOSE
+    )
     leaves = [x, *layer.parameters(), *norm.parameters()]
     through_the_product = x @ (layer.weight * norm.weight if normed else layer.weight).T
     _, *wanted = results(through_the_product + 0 * sum(p.sum() for p in leaves), leaves)
@@ -307,13 +411,19 @@ def test_linear(count: int, width: int, outputs: int, seed: int) -> None:
 
 
 @settings(max_examples=EXAMPLES)
-@given(st.integers(1, 3), st.integers(1, 12), st.integers(1, 4), st.sampled_from([1, 24]), st.integers(0, 99))
+@given(
+    st.integers(1, 3),
+    st.integers(1, 12),
+    st.integers(1, 4),
+    st.sampled_from([1, 24]),
+    st.integers(0, 99),
+)
 @example(2, 64, 3, 5, 0)
 @example(1, 2, 2, 65, 0)
 @example(130, 64, 3, 5, 0)  # more tokens than one program looks through
 def test_embed(batch: int, time: int, vocab: int, width: int, seed: int) -> None:
     """Tokens that come often or never, and positions past the end of the sequences."""
-    model = random_model(seed, vocab=vocab, width=width, heads=1, layers=1, positions=64).to(DEVICE)
+    model = random_model(seed, vocab=vocab, width=width, heads=1, layers=1, context_length=64).to(DEVICE)
     x = random_inputs(model, batch, time, seed).to(DEVICE)
     leaves = [model.tokens.weight, model.positions]
     assert worst(results(embed(model, x), leaves), results(model.embed(x), leaves)) < CLOSE
@@ -327,12 +437,18 @@ def targets_below(count: int, vocab: int, seed: int) -> Tensor:
 
 
 @settings(max_examples=EXAMPLES)
-@given(st.integers(0, 9), st.sampled_from([1, 2, 3, 64, 100, 4095]), st.integers(0, 99), st.booleans())
+@given(
+    st.integers(0, 9), st.sampled_from([1, 2, 3, 64, 100, 4095]), st.integers(0, 99), st.booleans()
+)
 @example(2, loss.BLOCK + 1, 0, True)
 @example(1, 2 * loss.BLOCK, 0, False)
 def test_cross_entropy(count: int, vocab: int, seed: int, weighted: bool) -> None:
-    """Vocabularies that are one block, less, or several and a bit; no rows at all is a loss of 0; rows count by weights."""
-    inputs, targets = [numbers(count, vocab, seed=seed, size=4.0)], targets_below(count, vocab, seed)
+    """Vocabularies that are one block, less, or several and a bit; no rows at all is a loss of 0;
+    rows count by weights."""
+    inputs, targets = (
+        [numbers(count, vocab, seed=seed, size=4.0)],
+        targets_below(count, vocab, seed),
+    )
     weights = numbers(count, seed=seed + 1).abs() if weighted else None
     want = with_gradients(loss.plain_cross_entropy, inputs, targets, weights)
     assert worst(with_gradients(loss.cross_entropy, inputs, targets, weights), want) < CLOSE
@@ -372,7 +488,9 @@ def rotation(size: int, count: int, seed: int) -> rotary.Rotation:
 
 
 @settings(max_examples=EXAMPLES)
-@given(st.integers(1, 40), st.sampled_from([1, 2, 3]), st.sampled_from([2, 6, 32]), st.integers(0, 99))
+@given(
+    st.integers(1, 40), st.sampled_from([1, 2, 3]), st.sampled_from([2, 6, 32]), st.integers(0, 99)
+)
 @example(1100, 3, 2, 0)
 def test_rotate(count: int, heads: int, size: int, seed: int) -> None:
     """Rows, and both gradients: that of the bias is of what was added before the turn."""
@@ -389,7 +507,9 @@ def test_rotate(count: int, heads: int, size: int, seed: int) -> None:
 
 def test_rotate_rounds_half_precision_once() -> None:
     turn = rotation(16, 30, 0)
-    half = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter cuts bfloat16 off instead of rounding it
+    half = (
+        torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    )  # the interpreter cuts bfloat16 off instead of rounding it
     qkv = numbers(30, 96, seed=0).to(half)
     exact = rotary.plain_rotate(qkv.double(), turn, 2)
     single = rotary.Rotation(turn.cos.float(), turn.sin.float(), turn.which)

@@ -1,4 +1,5 @@
-"""What docs/LOG.md says of the recorded runs of Match3': two tables of the first integer are all that was learned."""
+"""What docs/LOG.md says of the recorded runs of Match3': two tables of the first integer are all
+that was learned."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from entp.config_json import run_from_json
-from entp.intervals import wilson
+from entp.config.json import run_from_json
+from entp.stats import wilson
 from entp.tasks.counting import Match3
 
 RECORDED = Path(__file__).parents[2] / "results" / "match3.json"
@@ -17,11 +18,16 @@ LABELS = ("decoder medium, integers below 128", "ENTP medium, integers below 128
 
 
 def by_two_tables(task: Match3, sequences: int) -> tuple[float, float, float]:
-    """Loss, tokens and sequences right of one who sees x_1 + x_1 + x_j = 0 and x_1 + x_i + x_i = 0, and guesses by length."""
+    """Loss, tokens and sequences right of one who sees x_1 + x_1 + x_j = 0 and x_1 + x_i + x_i = 0,
+    and guesses by length."""
     batch = task.batch(0, "test", 0, sequences)
-    seen = ((2 * batch.x[:, :1] + batch.x) % task.modulus == 0) | ((batch.x[:, :1] + 2 * batch.x) % task.modulus == 0)
+    seen = ((2 * batch.x[:, :1] + batch.x) % task.modulus == 0) | (
+        (batch.x[:, :1] + 2 * batch.x) % task.modulus == 0
+    )
     seen = np.logical_or.accumulate(seen, axis=1)
-    share = np.where(seen, 0.0, batch.y).sum(0) / np.maximum(1, (~seen).sum(0))  # how often it is 1 all the same
+    share = np.where(seen, 0.0, batch.y).sum(0) / np.maximum(
+        1, (~seen).sum(0)
+    )  # how often it is 1 all the same
     chance = np.where(seen, 1.0, share[None])
     loss = -np.log(np.maximum(np.where(batch.y == 1, chance, 1 - chance), 1e-12)).mean()
     right = (chance > 0.5) == batch.y

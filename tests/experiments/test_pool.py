@@ -1,4 +1,5 @@
-"""Work side by side: as many at once as asked, and after a signal everybody saves and nothing else begins."""
+"""Work side by side: as many at once as asked, and after a signal everybody saves and nothing else
+begins."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from entp.errors import TrainingStopped
-from entp.experiments.pool import side_by_side
+from entp.experiments.workers import side_by_side
 
 LIMIT = 60.0
 SCRIPT = """
 import sys
 from pathlib import Path
-from entp.experiments.pool import side_by_side
+from entp.experiments.workers import side_by_side
 import test_pool
 
 if __name__ == "__main__":
@@ -55,7 +56,10 @@ def stop(folder: Path, number: int) -> int | None:
 def until_stopped(folder: Path, number: int) -> int | None:
     """As training does it: a signal is a wish to stop, and what is there is saved."""
     caught: list[int] = []
-    handlers = {s: signal.signal(s, lambda found, _: caught.append(found)) for s in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {
+        s: signal.signal(s, lambda found, _: caught.append(found))
+        for s in (signal.SIGINT, signal.SIGTERM)
+    }
     (folder / f"{number}.begun").touch()
     while not caught:
         time.sleep(0.01)
@@ -93,7 +97,8 @@ def deaf(folder: Path, number: int) -> int | None:
 
 @contextlib.contextmanager
 def two_at_work(folder: Path, work: str) -> Iterator[subprocess.Popen[str]]:
-    """The parent of two that are at work on six tasks, in a group of its own, of which nobody is left behind."""
+    """The parent of two that are at work on six tasks, in a group of its own, of which nobody is
+    left behind."""
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     (folder / "script.py").write_text(SCRIPT)
     parent = subprocess.Popen(
@@ -143,14 +148,22 @@ def both(pid: int, how: int) -> None:
 def test_a_signal_to_the_parent_or_to_all_stops_all(
     how: signal.Signals, send: Callable[[int, int], None], tmp_path: Path
 ) -> None:
-    """Ctrl-C reaches the parent and those at work: both save, the others of six are not begun, the parent names its signal."""
+    """Ctrl-C reaches the parent and those at work: both save, the others of six are not begun, the
+    parent names its signal."""
     with two_at_work(tmp_path, "until_stopped") as parent:
         send(parent.pid, how)
         said, _ = parent.communicate(timeout=LIMIT)
     first, saved = said.splitlines()
     assert first in (f"[(0, {how.value})]", f"[(1, {how.value})]")
-    assert saved == "['0.saved', '1.saved']"  # before the parent goes on, which records what was saved
-    assert sorted(file.name for file in tmp_path.glob("?.*")) == ["0.begun", "0.saved", "1.begun", "1.saved"]
+    assert (
+        saved == "['0.saved', '1.saved']"
+    )  # before the parent goes on, which records what was saved
+    assert sorted(file.name for file in tmp_path.glob("?.*")) == [
+        "0.begun",
+        "0.saved",
+        "1.begun",
+        "1.saved",
+    ]
 
 
 def test_one_that_does_not_listen_yet_is_told_again(tmp_path: Path) -> None:
@@ -183,7 +196,12 @@ def test_those_whose_parent_was_killed_save_and_end(tmp_path: Path) -> None:
         parent.kill()
         parent.wait()
         assert gone(parent.pid)
-    assert sorted(file.name for file in tmp_path.glob("?.*")) == ["0.begun", "0.saved", "1.begun", "1.saved"]
+    assert sorted(file.name for file in tmp_path.glob("?.*")) == [
+        "0.begun",
+        "0.saved",
+        "1.begun",
+        "1.saved",
+    ]
 
 
 def test_a_second_interrupt_ends_also_those_that_do_not_stop(tmp_path: Path) -> None:

@@ -16,12 +16,15 @@ def lines_of(task: Addition, split: str, size: int = 64) -> list[str]:
     """The lines of a batch, put together again from inputs and targets."""
     batch = task.batch(0, split, 0, size)  # type: ignore[arg-type]
     assert batch.lengths is not None
-    return [task.to_text([*row[:n].tolist(), int(y[n - 1])]) for row, y, n in zip(batch.x, batch.y, batch.lengths, strict=True)]
+    return [
+        task.to_text([*row[:n].tolist(), int(y[n - 1])])
+        for row, y, n in zip(batch.x, batch.y, batch.lengths, strict=True)
+    ]
 
 
 @given(st.integers(1, 3), st.booleans(), st.sampled_from(sorted(SPLITS)))
 def test_every_line_is_a_right_sum(digits: int, backwards: bool, split: str) -> None:
-    for line in lines_of(Addition(digits=digits, examples=50, reversed=backwards), split):
+    for line in lines_of(Addition(digits=digits, train_examples=50, reversed=backwards), split):
         assert line.startswith("$")
         assert line.endswith("$")
         terms, answer = line.strip("$").split("=")
@@ -43,8 +46,10 @@ def test_targets_are_the_answer_and_the_end() -> None:
 
 
 def test_no_sum_is_in_two_splits() -> None:
-    task = Addition(digits=1, examples=30)
-    seen = {split: {line for step in range(20) for line in lines_of(task, split)} for split in SPLITS}
+    task = Addition(digits=1, train_examples=30)
+    seen = {
+        split: {line for step in range(20) for line in lines_of(task, split)} for split in SPLITS
+    }
     assert not seen["train"] & seen["valid"]
     assert not seen["train"] & seen["test"]
     assert not seen["valid"] & seen["test"]
@@ -53,7 +58,9 @@ def test_no_sum_is_in_two_splits() -> None:
 
 
 def test_the_split_has_a_seed_of_its_own() -> None:
-    one, same, other = (Addition(examples=50, split_seed=seed).batch(0, "train", 0, 64) for seed in (1, 1, 2))
+    one, same, other = (
+        Addition(train_examples=50, split_seed=seed).batch(0, "train", 0, 64) for seed in (1, 1, 2)
+    )
     assert np.array_equal(one.x, same.x)
     assert one.x.shape != other.x.shape or not np.array_equal(one.x, other.x)
 
@@ -69,9 +76,9 @@ def test_a_sum_ends_with_the_dollar_sign_and_is_shown_without_padding() -> None:
 
 
 def test_examples_fit_the_positions() -> None:
-    task = Addition(digits=3, examples=10)
+    task = Addition(digits=3, train_examples=10)
     longest = task.encode([task.line(999, 999)])
-    assert longest.x.shape[1] <= task.model_needs()["positions"]
+    assert longest.x.shape[1] <= task.model_needs()["context_length"]
 
 
 def test_prompts_end_with_the_equals_sign() -> None:
@@ -83,7 +90,9 @@ def test_prompts_end_with_the_equals_sign() -> None:
         assert task.from_text(text) == prompt
 
 
-@pytest.mark.parametrize(("field", "value"), [("digits", 0), ("digits", 4), ("examples", 0), ("examples", 9999)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("digits", 0), ("digits", 4), ("examples", 0), ("examples", 9999)]
+)
 def test_bad_sizes(field: str, value: int) -> None:
     with pytest.raises(InputError, match=f"task.{field} is {value}"):
         Addition(**{field: value})

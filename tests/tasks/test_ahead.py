@@ -1,4 +1,5 @@
-"""Batches made ahead are the task's own, whoever makes them and whatever happens to whoever makes them."""
+"""Batches made ahead are the task's own, whoever makes them and whatever happens to whoever makes
+them."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from entp.tasks import ahead
-from entp.tasks.ahead import CHUNK, Worker, batches_ahead, processes_for
 from entp.tasks.base import Batch, Split
 from entp.tasks.counting import Count3
+from entp.training import prefetch as ahead
+from entp.training.prefetch import CHUNK, Worker, batches_ahead, processes_for
 
-TASK = Count3(seed_length=4, length=10, values=10)
+TASK = Count3(prompt_length=4, length=10, num_values=10)
 
 
 @dataclass(frozen=True)
@@ -79,15 +80,25 @@ def test_an_error_of_the_task_reaches_the_caller(processes: int) -> None:
 def test_a_task_of_ones_own_is_found_by_the_processes(tmp_path: Path) -> None:
     """Its module lies beside the script, in a folder that only sys.path knows."""
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "own_task.py").write_text("from entp.tasks.counting import Count3\n\nclass Mine(Count3):\n    pass\n")
+    (tmp_path / "mine" / "own_task.py").write_text(
+        "from entp.tasks.counting import Count3\n\nclass Mine(Count3):\n    pass\n"
+    )
     (tmp_path / "script.py").write_text(
-        "import sys\nsys.path.insert(0, 'mine')\nfrom own_task import Mine\nfrom entp.tasks import ahead\n"
-        "task = Mine(seed_length=4, length=10, values=10)\n"
+        "import sys\nsys.path.insert(0, 'mine')\nfrom own_task import Mine\nfrom entp.tasks import "
+        "ahead\n"
+        "task = Mine(prompt_length=4, length=10, num_values=10)\n"
         "def here(*args):\n    raise SystemExit('made here')\n"
         "ahead.make = here\n"
         "print(len(list(ahead.batches_ahead(task, 5, 6, range(20), 1))))\n"
     )
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "20\n", "")
 
 
@@ -101,7 +112,7 @@ def test_stopping_early_ends_the_processes() -> None:
 
 
 SCRIPT = """
-from entp.tasks.ahead import batches_ahead
+from entp.training.prefetch import batches_ahead
 from entp.tasks.counting import Count3
 stream = batches_ahead(Count3(), 0, 8, range(10**7), 2)
 for n, batch in enumerate(stream):
@@ -113,7 +124,9 @@ for n, batch in enumerate(stream):
 def test_processes_end_with_whoever_started_them(tmp_path: Path) -> None:
     """A script without `if __name__ == "__main__"`, killed: its processes notice, and end."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    with subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as script:
+    with subprocess.Popen(
+        [sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as script:
         assert script.stdout is not None
         assert script.stdout.readline() == "going\n"
         helpers = children(script.pid)
@@ -132,7 +145,9 @@ def test_processes_are_used_where_batches_are_slow(monkeypatch: pytest.MonkeyPat
     assert processes_for(Slow(), 0, 2) == 0
 
 
-def test_a_task_that_another_process_could_not_find_stays_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_another_process_could_not_find_stays_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     @dataclass(frozen=True)
     class Local(Slow):
         pass

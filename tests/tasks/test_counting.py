@@ -1,4 +1,5 @@
-"""Count3, Count2 and Match3 against brute force from their definitions, and what every task promises about batches."""
+"""Count3, Count2 and Match3 against brute force from their definitions, and what every task
+promises about batches."""
 
 from __future__ import annotations
 
@@ -46,22 +47,28 @@ def match3(x: list[int], modulus: int) -> int:
 RULES = {Count3: count3, Count2: count2}
 counting = st.sampled_from([Count3, Count2])
 seeds = st.integers(0, 2**31)
-tasks = pytest.mark.parametrize("task", [Count3(), Count2(), Match3()], ids=["count3", "count2", "match3"])
+tasks = pytest.mark.parametrize(
+    "task", [Count3(), Count2(), Match3()], ids=["count3", "count2", "match3"]
+)
 
 
-@given(counting, st.integers(1, 12), st.integers(1, 16), st.integers(1, 300), st.integers(1, 4), seeds)
+@given(
+    counting, st.integers(1, 12), st.integers(1, 16), st.integers(1, 300), st.integers(1, 4), seeds
+)
 def test_counting_batches_follow_the_definition(
-    cls: Any, seed_length: int, more: int, values: int, size: int, seed: int
+    cls: Any, prompt_length: int, more: int, values: int, size: int, seed: int
 ) -> None:
-    task = cls(seed_length, seed_length + more, values)
+    task = cls(prompt_length, prompt_length + more, values)
     batch = task.batch(seed, "train", 3, size)
     assert batch.x.shape == batch.y.shape == (size, task.length - 1)
     assert batch.lengths is None
     for x, y in zip(batch.x.tolist(), batch.y.tolist(), strict=True):
-        assert all(0 <= v < values for v in x[:seed_length])
-        assert y[: seed_length - 1] == [IGNORE] * (seed_length - 1)
-        assert y[seed_length - 1 :] == [RULES[cls](x[: t + 1]) for t in range(seed_length - 1, len(x))]
-        assert x[seed_length:] == y[seed_length - 1 : -1]
+        assert all(0 <= v < values for v in x[:prompt_length])
+        assert y[: prompt_length - 1] == [IGNORE] * (prompt_length - 1)
+        assert y[prompt_length - 1 :] == [
+            RULES[cls](x[: t + 1]) for t in range(prompt_length - 1, len(x))
+        ]
+        assert x[prompt_length:] == y[prompt_length - 1 : -1]
         assert max(*x, *y, 0) < task.model_needs()["vocab"]
 
 
@@ -70,8 +77,16 @@ def test_rules_hold_for_any_integers(cls: Any, x: list[int]) -> None:
     assert cls.rule(np.array([x])).tolist() == [RULES[cls](x)]
 
 
-@given(st.integers(1, 20), st.integers(1, 200), st.none() | st.integers(1, 300), st.integers(1, 4), seeds)
-def test_match3_batches_follow_the_definition(length: int, modulus: int, values: int | None, size: int, seed: int) -> None:
+@given(
+    st.integers(1, 20),
+    st.integers(1, 200),
+    st.none() | st.integers(1, 300),
+    st.integers(1, 4),
+    seeds,
+)
+def test_match3_batches_follow_the_definition(
+    length: int, modulus: int, values: int | None, size: int, seed: int
+) -> None:
     task = Match3(length, modulus, values)
     batch = task.batch(seed, "valid", 2, size)
     assert batch.x.shape == batch.y.shape == (size, length)
@@ -83,7 +98,9 @@ def test_match3_batches_follow_the_definition(length: int, modulus: int, values:
 @pytest.mark.parametrize("values", [64, 2**14 - 1, 2**14, 2**15 - 1, 2**20])
 @pytest.mark.parametrize("cls", [Count3, Count2])
 def test_large_values_do_not_overflow(cls: Any, values: int) -> None:
-    seeds = values - 1 - np.array([*itertools.product((0, 1), repeat=3)])  # the largest values there are
+    seeds = (
+        values - 1 - np.array([*itertools.product((0, 1), repeat=3)])
+    )  # the largest values there are
     for row in cls(3, 9, values).extend(seeds).tolist():
         assert row[3:] == [RULES[cls](row[:n]) for n in range(3, 9)]
 
@@ -95,8 +112,8 @@ def test_paper_example() -> None:
 @pytest.mark.parametrize("cls", [Count3, Count2])
 def test_defaults_are_the_papers(cls: Any) -> None:
     task = cls()
-    assert (task.seed_length, task.length, task.values, task.prefix) == (16, 64, 64, 16)
-    assert task.model_needs() == {"vocab": 64, "positions": 64}
+    assert (task.prompt_length, task.length, task.values, task.prefix) == (16, 64, 64, 16)
+    assert task.model_needs() == {"vocab": 64, "context_length": 64}
     batch = task.batch(0, "train", 0, 512)
     asked = batch.y != IGNORE
     assert (asked == ((np.arange(63) >= 15) & (np.arange(63) <= 62))).all()
@@ -108,7 +125,7 @@ def test_match3_defaults_are_the_papers() -> None:
     task = Match3()
     batch = task.batch(0, "train", 0, 256)
     assert (task.length, task.modulus, task.prefix) == (64, 128, None)
-    assert task.model_needs() == {"vocab": 128, "positions": 64, "outputs": 2}
+    assert task.model_needs() == {"vocab": 128, "context_length": 64, "outputs": 2}
     assert batch.x.shape == batch.y.shape == (256, 64)
     assert set(np.unique(batch.x)) == set(range(128))
     assert set(np.unique(batch.y)) == {0, 1}
@@ -116,7 +133,12 @@ def test_match3_defaults_are_the_papers() -> None:
 
 @tasks
 def test_a_batch_is_a_pure_function_of_seed_split_and_step(task: Task) -> None:
-    arguments = [(s, split, step) for s in (0, 1, 7) for split in ("train", "valid", "test") for step in (0, 1, 10**6)]
+    arguments = [
+        (s, split, step)
+        for s in (0, 1, 7)
+        for split in ("train", "valid", "test")
+        for step in (0, 1, 10**6)
+    ]
     first = [task.batch(*a, 4) for a in arguments]  # type: ignore[arg-type]
     again = [task.batch(*a, 4) for a in reversed(arguments)][::-1]  # type: ignore[arg-type]
     for one, two in zip(first, again, strict=True):
@@ -152,7 +174,8 @@ def test_shares_partition_the_batch(size: int, world: int, padded: bool) -> None
 
 
 def test_count3_makes_20000_sequences_a_second() -> None:
-    """On a machine whose yardstick is half a second, and in proportion on others; 22 to 27 batches in it measured."""
+    """On a machine whose yardstick is half a second, and in proportion on others; 22 to 27 batches
+    in it measured."""
     task, seconds, yard = Count3(), [], yardstick()
     for step in range(8):
         start = time.process_time()
@@ -168,7 +191,9 @@ def test_draw_shows_inputs_above_targets() -> None:
     assert all(line.startswith("input ") for line in lines[::2])
     assert all(line.startswith("target ") for line in lines[1::2])
     assert len({len(line) for line in lines[:2]}) == 1
-    inputs, targets = (" ".join(line[7:] for line in part).split() for part in (lines[::2], lines[1::2]))
+    inputs, targets = (
+        " ".join(line[7:] for line in part).split() for part in (lines[::2], lines[1::2])
+    )
     assert inputs == [str(v) for v in one.x[0]]
     assert targets == ["." if v == IGNORE else str(v) for v in one.y[0]]
 
@@ -177,7 +202,8 @@ def test_draw_fits_short_sequences_in_two_aligned_lines() -> None:
     one = Match3(length=5).batch(0, "train", 0, 1)
     width = max(len(str(v)) for v in one.x[0])
     assert Match3(length=5).draw().splitlines() == [
-        label + "".join(" " + str(v).rjust(width) for v in row) for label, row in (("input ", one.x[0]), ("target", one.y[0]))
+        label + "".join(" " + str(v).rjust(width) for v in row)
+        for label, row in (("input ", one.x[0]), ("target", one.y[0]))
     ]
 
 
@@ -207,9 +233,9 @@ def test_text_errors(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("sizes", "named"),
     [
-        ({"seed_length": 0}, "task.seed_length 0"),
-        ({"seed_length": 64}, "below task.length 64"),
-        ({"seed_length": 70}, "task.seed_length 70"),
+        ({"prompt_length": 0}, "task.prompt_length 0"),
+        ({"prompt_length": 64}, "below task.length 64"),
+        ({"prompt_length": 70}, "task.prompt_length 70"),
         ({"length": 16}, "task.length 16"),
         ({"values": 0}, "task.values is 0"),
     ],
@@ -220,13 +246,17 @@ def test_bad_sizes(cls: Any, sizes: dict[str, int], named: str) -> None:
         cls(**sizes)
 
 
-@pytest.mark.parametrize("sizes", [{"length": 0}, {"modulus": 0}, {"modulus": -128}, {"values": 0}, {"values": -1}])
+@pytest.mark.parametrize(
+    "sizes", [{"length": 0}, {"modulus": 0}, {"modulus": -128}, {"values": 0}, {"values": -1}]
+)
 def test_bad_match3_sizes(sizes: dict[str, int]) -> None:
     with pytest.raises(InputError, match="must be at least 1"):
         Match3(**sizes)
 
 
-@pytest.mark.parametrize(("name", "cls"), [("count3", Count3), ("count2", Count2), ("match3", Match3)])
+@pytest.mark.parametrize(
+    ("name", "cls"), [("count3", Count3), ("count2", Count2), ("match3", Match3)]
+)
 def test_built_in_names(name: str, cls: type[Task]) -> None:
     assert task_class(name) is cls
     assert cls.name == name
@@ -261,7 +291,10 @@ def test_a_task_that_cannot_read_a_text_is_told_as_a_sentence() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("cuont3", "unknown task 'cuont3': allowed are .*count3.*module:Class.*Did you mean count3"),
+        (
+            "cuont3",
+            "unknown task 'cuont3': allowed are .*count3.*module:Class.*Did you mean count3",
+        ),
         ("", "unknown task ''"),
         ("no_such_module_of_entp:Mine", "cannot be imported: No module named"),
         ("os:Missing", "cannot be imported: .*Missing"),

@@ -1,4 +1,5 @@
-"""Count3 as weights set by hand: every sequence right, in every engine, saved and loaded; under a causal mask it fails."""
+"""Count3 as weights set by hand: every sequence right, in every engine, saved and loaded; under a
+causal mask it fails."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from entp.tasks.counting import Count3, count3_next
 from entp.theory import compiled
 from entp.theory.compiled import BLOCKS, answers, count3
 from entp.training.checkpoint import load_run, save_model
-from entp.training.evaluation import evaluate
+from entp.training.evaluate import evaluate
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +57,12 @@ def test_ten_thousand_random_sequences(model: Transformer) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 31, 32, 63, 64])
 def test_sequences_made_to_break_it(model: Transformer, n: int) -> None:
-    """All equal (all zero: count = n², the largest there is), two values, one odd one out, every value once."""
+    """All equal (all zero: count = n², the largest there is), two values, one odd one out, every
+    value once."""
     rows = [[value] * n for value in range(n)]
-    rows += [[0] * (n - 1) + [value] for value in range(n)] + [[value] + [0] * (n - 1) for value in range(n)]
+    rows += [[0] * (n - 1) + [value] for value in range(n)] + [
+        [value] + [0] * (n - 1) for value in range(n)
+    ]
     rows += [[n // 2] * (n // 2) + [0] * (n - n // 2), list(range(n)), list(range(n))[::-1]]
     x = np.array(rows)
     assert count3_next(x)[0] == 0
@@ -78,12 +82,17 @@ def test_size_does_not_depend_on_the_length(n_max: int) -> None:
 
 @pytest.mark.parametrize("n", [64, 256, 512])
 def test_the_margin_grows_as_it_must(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least margin is for lengths beyond a test's reach: without it, 3 ln n and a little is enough, and less is not."""
-    x = np.zeros((1, n), dtype=int)  # every row has n - 1 equal partners: the largest error there is
+    """The least margin is for lengths beyond a test's reach: without it, 3 ln n and a little is
+    enough, and less is not."""
+    x = np.zeros(
+        (1, n), dtype=int
+    )  # every row has n - 1 equal partners: the largest error there is
     monkeypatch.setattr(compiled, "LEAST_MARGIN", 0)
     assert compiled.margin(n) < 30
     assert answers(count3(n), x).tolist() == [0]
-    monkeypatch.setattr(compiled, "margin", lambda n_max: float(math.floor(3 * math.log(n_max)) - 2))
+    monkeypatch.setattr(
+        compiled, "margin", lambda n_max: float(math.floor(3 * math.log(n_max)) - 2)
+    )
     assert answers(count3(n), x).tolist() != [0]
 
 
@@ -100,7 +109,9 @@ def test_the_papers_experiments(experiments: Transformer) -> None:
     """Every target of the task: seeds of 16 integers from 0 to 63, then 48 that follow the rule."""
     batch = Count3().batch(0, "test", 0, 64)
     with torch.no_grad():
-        got = experiments(torch.from_numpy(batch.x), mode="entp", at=torch.from_numpy(batch.y != IGNORE)).argmax(-1)
+        got = experiments(
+            torch.from_numpy(batch.x), mode="entp", at=torch.from_numpy(batch.y != IGNORE)
+        ).argmax(-1)
     assert np.array_equal(got.numpy(), batch.y[batch.y != IGNORE])
     assert experiments.config.width == 20
     rng = np.random.default_rng(3)
@@ -127,10 +138,14 @@ def test_it_continues_sequences(experiments: Transformer) -> None:
     seeds = np.random.default_rng(5).integers(0, 64, (12, 16))
     want = task.extend(seeds)
     assert np.array_equal(entp.generate(experiments, torch.from_numpy(seeds), 48).numpy(), want)
-    assert np.array_equal(entp.generate(experiments, torch.from_numpy(seeds[:2]), 48, cache=False).numpy(), want[:2])
+    assert np.array_equal(
+        entp.generate(experiments, torch.from_numpy(seeds[:2]), 48, cache=False).numpy(), want[:2]
+    )
 
 
-def test_under_a_causal_mask_the_same_weights_fail(model: Transformer, experiments: Transformer) -> None:
+def test_under_a_causal_mask_the_same_weights_fail(
+    model: Transformer, experiments: Transformer
+) -> None:
     """Rows before the last know neither n nor x_n: that is the encoder's advantage, taken away."""
     rng = np.random.default_rng(6)
     for n in (8, 16, 64):
@@ -146,7 +161,10 @@ def test_saved_and_loaded_like_any_checkpoint(experiments: Transformer, tmp_path
     run = Run(task, experiments.config, "entp", batch=16)
     folder = save_model(experiments, tmp_path / "compiled", run)
     again = entp.load(folder)
-    assert all(torch.equal(a, b) for a, b in zip(experiments.state_dict().values(), again.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(experiments.state_dict().values(), again.state_dict().values(), strict=True)
+    )
     values = evaluate(again, load_run(folder), batches=2, device=torch.device("cpu"))
     assert (values["sequence_accuracy"], values["token_accuracy"], values["n"]) == (1.0, 1.0, 32)
     assert values["loss"] < 1e-6
@@ -154,13 +172,16 @@ def test_saved_and_loaded_like_any_checkpoint(experiments: Transformer, tmp_path
 
 @pytest.mark.parametrize(("n_max", "ratio"), [(0, 1), (4, 0)])
 def test_wrong_sizes_are_a_sentence(n_max: int, ratio: int) -> None:
-    with pytest.raises(InputError, match=f"n_max is {n_max} and ratio {ratio}: both must be at least 1"):
+    with pytest.raises(
+        InputError, match=f"n_max is {n_max} and ratio {ratio}: both must be at least 1"
+    ):
         count3(n_max, ratio)
 
 
 @pytest.mark.parametrize("ratio", [1, 4])
 def test_float32_is_enough_for_64(ratio: int) -> None:
-    """Scores are whole multiples of 30 below 2^24, which float32 holds exactly: O(log n) bits, as the lemma assumes."""
+    """Scores are whole multiples of 30 below 2^24, which float32 holds exactly: O(log n) bits, as
+    the lemma assumes."""
     model = count3(64, ratio).float()
     rng = np.random.default_rng(7)
     for n in (16, 47, 64):

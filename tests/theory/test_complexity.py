@@ -1,4 +1,5 @@
-"""The table of complexities, measured: operations are the formulas', memory grows with the powers that the paper gives."""
+"""The table of complexities, measured: operations are the formulas', memory grows with the powers
+that the paper gives."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from entp import InputError, ModelConfig, Transformer
-from entp.engine.caches import DecoderCache
+from entp.engine.generation.caches import DecoderCache
 from entp.theory.complexity import (
     KINDS,
     MEASURES,
@@ -55,25 +56,34 @@ def test_the_operations_that_ran_are_the_formulas(result: dict[str, Any], kind: 
     """Of the cached ENTP all but layer 1's new key and new row, which are elementwise products."""
     not_counted = [8 * n * WIDTH if kind == "entp, cached" else 0 for n in LENGTHS]
     counted = column(result, kind, "operations")
-    assert [a + b for a, b in zip(counted, not_counted, strict=True)] == column(result, kind, "formula")
+    assert [a + b for a, b in zip(counted, not_counted, strict=True)] == column(
+        result, kind, "formula"
+    )
 
 
 def test_the_operations_of_the_table_and_those_it_leaves_out(result: dict[str, Any]) -> None:
     attention, linear, readout = 4 * WIDTH * LAYERS, 24 * WIDTH**2 * LAYERS, 2 * WIDTH * VOCAB
-    assert column(result, "entp", "operations") == [attention * n**2 + linear * n + readout for n in LENGTHS]
+    assert column(result, "entp", "operations") == [
+        attention * n**2 + linear * n + readout for n in LENGTHS
+    ]
     for kind in ("decoder", "decoder, O(D)"):
-        assert column(result, kind, "operations") == [attention * n + linear + readout for n in LENGTHS]
+        assert column(result, kind, "operations") == [
+            attention * n + linear + readout for n in LENGTHS
+        ]
 
 
 def test_operations_grow_as_the_table_says(result: dict[str, Any]) -> None:
     assert 1.8 < result["powers"]["entp"]["operations"] < 2
     assert 1.7 < result["powers"]["entp, cached"]["operations"] < 2
     assert 0.8 < result["powers"]["decoder"]["operations"] < 1
-    assert result["powers"]["decoder, O(D)"]["operations"] == result["powers"]["decoder"]["operations"]
+    assert (
+        result["powers"]["decoder, O(D)"]["operations"] == result["powers"]["decoder"]["operations"]
+    )
 
 
 def test_a_cached_token_of_two_layers_is_linear() -> None:
-    """The table's n² is that of a model that keeps nothing: with layer 1 kept, and one query in the last, none is left."""
+    """The table's n² is that of a model that keeps nothing: with layer 1 kept, and one query in the
+    last, none is left."""
     for layers, linear in ((2, True), (3, False)):
         for what in ("operations", "formula"):
             a, b, c = (one("entp, cached", n, layers=layers)[what] for n in (20, 40, 60))
@@ -127,12 +137,16 @@ def test_additional_memory_grows_as_the_table_says(result: dict[str, Any]) -> No
     assert 0.9 < result["powers"]["entp"]["additional"] < 1.4
     assert 0.9 < result["powers"]["entp, cached"]["additional"] < 1.4
     assert abs(result["powers"]["decoder, O(D)"]["additional"]) < 1e-9
-    assert len(set(column(result, "decoder, O(D)", "additional")[1:])) == 1  # at 16 there is one block of keys only
+    assert (
+        len(set(column(result, "decoder, O(D)", "additional")[1:])) == 1
+    )  # at 16 there is one block of keys only
 
 
 def test_a_decoder_that_writes_its_scores_down_grows_after_all(result: dict[str, Any]) -> None:
     assert result["powers"]["decoder"]["additional"] > 0.5
-    ordinary, streaming = (column(result, kind, "additional") for kind in ("decoder", "decoder, O(D)"))
+    ordinary, streaming = (
+        column(result, kind, "additional") for kind in ("decoder", "decoder, O(D)")
+    )
     assert ordinary[-1] > 4 * streaming[-1]
     assert column(result, "entp", "additional")[-1] > 10 * ordinary[-1]
 
@@ -162,7 +176,9 @@ def test_the_decoder_in_little_memory_says_the_same() -> None:
 
 def test_what_cannot_be_measured() -> None:
     with pytest.raises(InputError, match="one sequence, got 2"):
-        StreamingDecoder(small_model(), 5).prefill(torch.zeros(2, 3, dtype=torch.long), torch.tensor([3, 3]))
+        StreamingDecoder(small_model(), 5).prefill(
+            torch.zeros(2, 3, dtype=torch.long), torch.tensor([3, 3])
+        )
     with pytest.raises(InputError, match="unknown kind 'decode'"):
         make("decode", small_model(), 5)
     with pytest.raises(InputError, match="at least three different ones"):
@@ -194,20 +210,33 @@ def test_fitted_powers() -> None:
     assert fit_power(lengths, [3 * n**2.5 for n in lengths]) == pytest.approx(2.5)
     assert fit_power(lengths, [1e6, 1e5, 8, 16, 32]) == pytest.approx(1)  # the upper half only
     assert fit_power(lengths, [0] * 5) is None
-    assert fit_power(lengths, [0, 0, 8, 16, 32]) == pytest.approx(1)  # what is 0 below the middle does not matter
+    assert fit_power(lengths, [0, 0, 8, 16, 32]) == pytest.approx(
+        1
+    )  # what is 0 below the middle does not matter
 
 
 def test_the_report(result: dict[str, Any]) -> None:
     text = report(json.loads(json.dumps(result)))
     lines = text.splitlines()
-    powers = {line.split("  ")[0]: line.split()[-len(MEASURES) :] for line in lines if "N/A" in line or line.startswith("dec")}
+    powers = {
+        line.split("  ")[0]: line.split()[-len(MEASURES) :]
+        for line in lines
+        if "N/A" in line or line.startswith("dec")
+    }
     assert powers["paper: encoder-only"] == ["2", "2", "N/A", "1"]
     assert powers["entp"][2] == "N/A"
     assert powers["decoder"][2] == "1.00"
     assert powers["decoder, O(D)"][3] == "0.00"
-    assert ["1", "1", "1", "0"] in [line.split()[-4:] for line in lines if line.startswith("paper: decoder-only")]
+    assert ["1", "1", "1", "0"] in [
+        line.split()[-4:] for line in lines if line.startswith("paper: decoder-only")
+    ]
     changed = json.loads(json.dumps(result))
-    changed["points"]["decoder"][-1] = {"operations": 2345, "seconds": 0.0125, "precomputed": 3072, "additional": 1536}
+    changed["points"]["decoder"][-1] = {
+        "operations": 2345,
+        "seconds": 0.0125,
+        "precomputed": 3072,
+        "additional": 1536,
+    }
     changed["points"]["decoder"][-1]["formula"] = 2345
     changed["powers"]["decoder"]["additional"] = -0.004
     told = [line.split() for line in report(changed).splitlines()]
@@ -220,7 +249,9 @@ def test_the_report(result: dict[str, Any]) -> None:
     assert cached < whole
     assert "except for: entp, cached." in text
     assert f"n² is left in {LAYERS - 2} of {LAYERS} layers" in text
-    assert [line.partition(":")[0] for line in lines[-8:] if not line.startswith(" ")] == list(MEASURES)
+    assert [line.partition(":")[0] for line in lines[-8:] if not line.startswith(" ")] == list(
+        MEASURES
+    )
 
 
 def test_the_summary_judges(result: dict[str, Any]) -> None:

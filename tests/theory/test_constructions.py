@@ -35,10 +35,12 @@ ANY = [
     {"layers": 1, "heads": 1, "width": 1},
     {"layers": 2, "heads": 1, "width": 3},
     {"layers": 2, "heads": 2, "width": 8, "norm": "layer"},
-    {"layers": 3, "heads": 4, "width": 8, "activation": "relu", "scale": "sqrt"},
-    {"layers": 5, "heads": 2, "width": 6, "norm": "layer", "position": "learned"},
+    {"layers": 3, "heads": 4, "width": 8, "activation": "relu", "attention_scale": "sqrt"},
+    {"layers": 5, "heads": 2, "width": 6, "norm": "layer", "position_embedding": "learned"},
 ]
-any_model = pytest.mark.parametrize("config", ANY, ids=lambda c: f"L{c['layers']}D{c['width']}{c.get('norm', '')}")
+any_model = pytest.mark.parametrize(
+    "config", ANY, ids=lambda c: f"L{c['layers']}D{c['width']}{c.get('norm', '')}"
+)
 seeds = pytest.mark.parametrize("seed", [0, 1])
 
 fractions = st.fractions(min_value=-50, max_value=50, max_denominator=1000)
@@ -97,7 +99,14 @@ def test_the_transformer_computes_the_exact_values(layers: int, width: int, mode
 def uniform_attention(heads: int, zero: str) -> Transformer:
     """A random model whose scores are equal because W_K is zero, or W_Q and its bias."""
     model = random_model(
-        input_dim=3, outputs=2, width=6, heads=heads, norm="none", activation="relu", position="none", layers=3
+        input_dim=3,
+        outputs=2,
+        width=6,
+        heads=heads,
+        norm="none",
+        activation="relu",
+        position_embedding="none",
+        layers=3,
     )
     with torch.no_grad():
         for block in model.blocks:
@@ -135,13 +144,15 @@ def test_scores_that_are_not_equal_are_refused() -> None:
     [
         ({"norm": "layer"}, "norm='none', and this model has 'layer'"),
         ({"activation": "gelu"}, "activation='relu'"),
-        ({"position": "given"}, "position='none'"),
+        ({"position_embedding": "given"}, "position_embedding='none'"),
     ],
 )
 def test_what_exact_evaluation_cannot_do(config: dict[str, str], message: str) -> None:
-    plain = {"norm": "none", "activation": "relu", "position": "none"}
+    plain = {"norm": "none", "activation": "relu", "position_embedding": "none"}
     with pytest.raises(InputError, match=message):
-        exact_outputs(random_transformer(0, width=2, **{**plain, **config}), [[Fraction(1), Fraction(2)]])
+        exact_outputs(
+            random_transformer(0, width=2, **{**plain, **config}), [[Fraction(1), Fraction(2)]]
+        )
 
 
 def test_bad_exact_inputs() -> None:
@@ -151,8 +162,8 @@ def test_bad_exact_inputs() -> None:
             exact_outputs(model, xs)
     with pytest.raises(InputError, match="at least one vector of 1 numbers"):
         exact_decoder([])
-    with pytest.raises(InputError, match="unknown mode 'prefix'"):
-        exact_outputs(model, [[Fraction(1), Fraction(2)]], "prefix")
+    with pytest.raises(InputError, match="unknown mode 'prefix-lm'"):
+        exact_outputs(model, [[Fraction(1), Fraction(2)]], "prefix-lm")
     with pytest.raises(InputError, match="reads and returns vectors"):
         exact_outputs(random_model(), [[Fraction(1)]])
 
@@ -161,7 +172,9 @@ def test_bad_exact_inputs() -> None:
 
 
 @pytest.mark.parametrize("make", [decoder_beyond_encoders, encoder_beyond_decoders])
-@pytest.mark.parametrize(("size", "message"), [((1, 1), "layers is 1"), ((0, 3), "layers is 0"), ((2, 0), "width is 0")])
+@pytest.mark.parametrize(
+    ("size", "message"), [((1, 1), "layers is 1"), ((0, 3), "layers is 0"), ((2, 0), "width is 0")]
+)
 def test_sizes_the_theorems_do_not_cover(make: Any, size: tuple[int, int], message: str) -> None:
     with pytest.raises(InputError, match=f"{message}: the theorem's construction needs at least"):
         make(*size)
@@ -172,14 +185,24 @@ def test_the_weights_are_the_papers(layers: int, width: int) -> None:
     for make, query_key in ((decoder_beyond_encoders, 0.0), (encoder_beyond_decoders, 1.0)):
         model = make(layers, width)
         config, eye = model.config, torch.eye(width, dtype=torch.float64)
-        assert (config.layers, config.heads, config.norm, config.position, config.scale) == (layers, 1, "none", "none", "one")
+        assert (config.layers, config.heads, config.norm, config.position_embedding, config.attention_scale) == (
+            layers,
+            1,
+            "none",
+            "none",
+            "one",
+        )
         for number, block in enumerate(model.blocks):
             q, k, v = block.qkv.weight.split(width)
             used = float(number < 2)
             assert torch.equal(q, used * query_key * eye)
             assert torch.equal(k, used * query_key * eye)
             assert torch.equal(v, used * eye)
-            assert not any(p.any() for name, p in block.named_parameters() if name.startswith(("fc", "out")) or "bias" in name)
+            assert not any(
+                p.any()
+                for name, p in block.named_parameters()
+                if name.startswith(("fc", "out")) or "bias" in name
+            )
 
 
 def test_making_models_leaves_the_callers_draws_alone() -> None:
@@ -196,9 +219,11 @@ def test_a_seed_chooses_the_model_and_the_vectors_that_are_tried() -> None:
     assert torch.equal(random_transformer(0).head.weight, same.head.weight)
     assert not torch.equal(other.head.weight, same.head.weight)
     assert not torch.equal(other.positions, same.positions)
-    plain = random_transformer(0, position="none")
+    plain = random_transformer(0, position_embedding="none")
     assert order_matters(plain, 0) == order_matters(plain, 0)
-    assert order_matters(plain, 0).numbers["decoder"] != pytest.approx(order_matters(plain, 1).numbers["decoder"])
+    assert order_matters(plain, 0).numbers["decoder"] != pytest.approx(
+        order_matters(plain, 1).numbers["decoder"]
+    )
 
 
 # A decoder that is no encoder
@@ -226,9 +251,11 @@ def test_the_decoder_tells_any_two_vectors_apart(x: list[list[Fraction]]) -> Non
 @any_model
 @seeds
 @pytest.mark.parametrize("position", ["none", "equal"])
-def test_order_is_lost_on_encoders_without_different_positions(config: dict[str, Any], seed: int, position: str) -> None:
+def test_order_is_lost_on_encoders_without_different_positions(
+    config: dict[str, Any], seed: int, position: str
+) -> None:
     if position == "none":
-        model = random_transformer(seed, **{**config, "position": "none"})
+        model = random_transformer(seed, **{**config, "position_embedding": "none"})
     else:
         model = random_transformer(seed, **config)
         with torch.no_grad():
@@ -252,7 +279,9 @@ def test_order_matters_to_encoders_with_different_positions() -> None:
 
 @any_model
 @seeds
-def test_decoders_repeat_themselves_where_the_encoder_does_not(config: dict[str, Any], seed: int) -> None:
+def test_decoders_repeat_themselves_where_the_encoder_does_not(
+    config: dict[str, Any], seed: int
+) -> None:
     found = repeats_for_any_decoder(random_transformer(seed, **config))
     assert found.holds, found
     assert 2.5 < found.numbers["beta"] <= 4  # 4 only by rounding
@@ -291,7 +320,7 @@ def test_models_the_theorems_say_nothing_about(check: Any) -> None:
     same.set_positions(same.positions[:1].expand(16, -1).clone())
     for model, message in [
         (same, "this model has p1 = p2"),
-        (random_transformer(0, position="none"), "this model has p1 = p2"),
+        (random_transformer(0, position_embedding="none"), "this model has p1 = p2"),
         (random_model(input_dim=3), "no two inputs of this model make up for p1 - p2"),
         (random_model(), "read vectors"),
         (random_transformer(0).float(), "float64"),
@@ -302,7 +331,7 @@ def test_models_the_theorems_say_nothing_about(check: Any) -> None:
 
 def test_models_of_too_few_positions_are_refused_not_stretched() -> None:
     """A table of one position would be added to all vectors alike, as if p1 = p2."""
-    alone, two = random_transformer(0, positions=1), random_transformer(0, positions=2)
+    alone, two = random_transformer(0, context_length=1), random_transformer(0, context_length=2)
     two.set_positions(two.positions[:1].expand(2, -1).clone())
     for check, model, reads in [
         (collapses_for_any_encoder, alone, 2),
@@ -310,20 +339,28 @@ def test_models_of_too_few_positions_are_refused_not_stretched() -> None:
         (order_matters, alone, 3),
         (order_matters, two, 3),
     ]:
-        with pytest.raises(InputError, match=f"about {reads} vectors in a row: .* has {model.config.positions}"):
+        with pytest.raises(
+            InputError, match=f"about {reads} vectors in a row: .* has {model.config.context_length}"
+        ):
             check(model)
     x = random_inputs(alone, 1, 2)
-    for mode in ("entp", "decoder", "prefix"):
-        with pytest.raises(InputError, match="sequences of 2 tokens do not fit the model's 1 positions"):
+    for mode in ("entp", "decoder", "prefix-lm"):
+        with pytest.raises(
+            InputError, match="sequences of 2 tokens do not fit the model's 1 positions"
+        ):
             causal_model(alone, x, mode, prefix=1)
     torch.testing.assert_close(causal_model(alone, x[:, :1]), alone(x[:, :1], "entp"), **CLOSE)
-    assert order_matters(random_transformer(0, positions=1, position="none")).holds  # without positions there is no limit
+    assert order_matters(
+        random_transformer(0, context_length=1, position_embedding="none")
+    ).holds  # without positions there is no limit
 
 
 # Causal models
 
 
-@pytest.mark.parametrize("kind", [{}, {"layers": 1}, {"layers": 4, "norm": "none"}, {"input_dim": 3, "position": "none"}])
+@pytest.mark.parametrize(
+    "kind", [{}, {"layers": 1}, {"layers": 4, "norm": "none"}, {"input_dim": 3, "position_embedding": "none"}]
+)
 @seeds
 def test_a_decoder_is_its_causal_model(kind: dict[str, Any], seed: int) -> None:
     model = random_model(seed, **kind)
@@ -347,10 +384,12 @@ def test_mode_entp_is_the_encoders_causal_model() -> None:
 def test_a_prefix_decoder_is_its_causal_model_from_the_end_of_the_prefix_on() -> None:
     model = random_model(layers=3)
     x = random_inputs(model, 2, 9)
-    once, causal = model(x, "prefix", prefix=4), causal_model(model, x, "prefix", 4)
+    once, causal = model(x, "prefix-lm", prefix=4), causal_model(model, x, "prefix-lm", 4)
     torch.testing.assert_close(once[:, 3:], causal[:, 3:], **CLOSE)
     assert ((once - causal)[:, :3].abs().amax(-1) > 1e-4).all()
-    torch.testing.assert_close(causal[:, :4], causal_model(model, x, "entp")[:, :4], **CLOSE)  # inside: the encoder
+    torch.testing.assert_close(
+        causal[:, :4], causal_model(model, x, "entp")[:, :4], **CLOSE
+    )  # inside: the encoder
     assert ((causal - causal_model(model, x, "decoder"))[:, 1:].abs().amax(-1) > 1e-5).all()
 
 
@@ -361,14 +400,18 @@ def test_one_layer_is_one_function(kind: dict[str, Any], prefix: int) -> None:
     x = random_inputs(model, 2, 9)
     found = one_layer_is_one_function(model, x, prefix)
     assert found.holds, found
-    before = (model(x, "prefix", prefix=prefix) - model(x, "decoder"))[:, : prefix - 1]
-    assert (before.abs().amax(-1) > 1e-5).all()  # read once, a position inside the prefix sees what comes after it
+    before = (model(x, "prefix-lm", prefix=prefix) - model(x, "decoder"))[:, : prefix - 1]
+    assert (
+        before.abs().amax(-1) > 1e-5
+    ).all()  # read once, a position inside the prefix sees what comes after it
 
 
 def test_two_layers_are_not_one_function() -> None:
     model = random_model(layers=2)
     x = random_inputs(model, 1, 5)
-    assert (causal_model(model, x, "entp") - causal_model(model, x, "decoder"))[:, 1:].abs().max() > 1e-3
+    assert (causal_model(model, x, "entp") - causal_model(model, x, "decoder"))[
+        :, 1:
+    ].abs().max() > 1e-3
     with pytest.raises(InputError, match="this model has 2 layers"):
         one_layer_is_one_function(model, x, 2)
     for prefix in (0, 6):
@@ -380,10 +423,12 @@ def test_two_layers_are_not_one_function() -> None:
 
 def test_findings_fail_where_the_statement_does() -> None:
     broken = random_transformer(0)
-    broken.head.weight[0, 0] = float("nan")  # NaN queries would not do: on some CPUs torch's attention makes zeros of them
+    broken.head.weight[0, 0] = float(
+        "nan"
+    )  # NaN queries would not do: on some CPUs torch's attention makes zeros of them
     assert not collapses_for_any_encoder(broken).holds
     assert not repeats_for_any_decoder(broken).holds
-    broken = random_transformer(0, position="none")
+    broken = random_transformer(0, position_embedding="none")
     broken.head.weight[0, 0] = float("nan")
     assert not order_matters(broken).holds
     leaky = random_model(layers=2)

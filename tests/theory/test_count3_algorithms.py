@@ -1,4 +1,5 @@
-"""Algorithms for Count3: right answers, the steps and counters they are said to take, and what that does to con:ts2."""
+"""Algorithms for Count3: right answers, the steps and counters they are said to take, and what that
+does to con:ts2."""
 
 from __future__ import annotations
 
@@ -120,7 +121,9 @@ def test_sorting_in_place_takes_n_log_n_steps_and_leaves_the_callers_x() -> None
 
 @tables
 @given(values=st.integers(1, 200), data=st.data())
-def test_tables_are_right_at_every_length(make: type[RunningTable], values: int, data: st.DataObject) -> None:
+def test_tables_are_right_at_every_length(
+    make: type[RunningTable], values: int, data: st.DataObject
+) -> None:
     x = data.draw(st.lists(st.integers(0, values - 1), min_size=1, max_size=40))
     table = make(values)
     for n, value in enumerate(x, 1):
@@ -185,13 +188,22 @@ def test_a_meter_keeps_the_most_that_was_alive() -> None:
 @pytest.mark.parametrize("algorithm", [blocked, plain_blocked])
 @pytest.mark.parametrize("s", [0, -1, 4])
 def test_block_size_errors(algorithm: Any, s: int) -> None:
-    with pytest.raises(InputError, match=f"s is {s}: for a sequence of 3 a block has 1 to 3 residues"):
+    with pytest.raises(
+        InputError, match=f"s is {s}: for a sequence of 3 a block has 1 to 3 residues"
+    ):
         algorithm([1, 2, 3], s)
 
 
 @pytest.mark.parametrize("x", [[], [[1, 2]], [1.5], 3, ["1"], [2**63], np.zeros(0, dtype=int)])
 def test_sequence_errors(x: Any) -> None:
-    for algorithm in (quadratic, linear, in_place, plain_quadratic, plain_linear, lambda x: blocked(x, 1)):
+    for algorithm in (
+        quadratic,
+        linear,
+        in_place,
+        plain_quadratic,
+        plain_linear,
+        lambda x: blocked(x, 1),
+    ):
         with pytest.raises(InputError, match="give one sequence of at least 1 whole number"):
             algorithm(x)
 
@@ -203,7 +215,9 @@ def test_table_errors(make: type[RunningTable]) -> None:
     with pytest.raises(InputError, match="give one sequence"):
         make(5).count3()
     for value in (-1, 5, 1.5):
-        with pytest.raises(InputError, match=f"{value} does not fit a table of 5 values: allowed are 0 to 4"):
+        with pytest.raises(
+            InputError, match=f"{value} does not fit a table of 5 values: allowed are 0 to 4"
+        ):
             make(5).append(value)  # type: ignore[arg-type]
 
 
@@ -215,7 +229,9 @@ def result() -> dict[str, Any]:
 def test_measured_rows(result: dict[str, Any]) -> None:
     assert result["lengths"] == [64, 90, 256]
     assert all(row["correct"] for row in result["rows"])
-    assert [row["s"] for row in result["rows"] if row["n"] == 90 and row["algorithm"] == "blocked"] == [
+    assert [
+        row["s"] for row in result["rows"] if row["n"] == 90 and row["algorithm"] == "blocked"
+    ] == [
         *(1, 2, 4, 8, 9, 16, 32, 64),
     ]
     for row in result["rows"]:
@@ -262,14 +278,19 @@ def test_report(result: dict[str, Any]) -> None:
     for name in tradeoff.OTHER:
         products = [row["time_space"] for row in result["rows"] if row["algorithm"] == name]
         (line,) = [line for line in text.splitlines() if line.startswith(f"{name} ")]
-        assert line.split()[-2:] == [f"{products[0]:.5f}", f"{products[-1]:.5f}"]  # n = 64 and n = 256
+        assert line.split()[-2:] == [
+            f"{products[0]:.5f}",
+            f"{products[-1]:.5f}",
+        ]  # n = 64 and n = 256
         assert products[0] > products[-1]
     assert f"{len(result['rows'])} of {len(result['rows'])} answers equal Count3; seed 3" in text
     wrong = {**result, "rows": [{**result["rows"][0], "correct": False}, *result["rows"][1:]]}
     assert f"{len(result['rows']) - 1} of {len(result['rows'])} answers" in tradeoff.report(wrong)
 
 
-@pytest.mark.parametrize(("name", "start"), [("a.png", b"\x89PNG"), ("a.pdf", b"%PDF"), ("a", b"\x89PNG")])
+@pytest.mark.parametrize(
+    ("name", "start"), [("a.png", b"\x89PNG"), ("a.pdf", b"%PDF"), ("a", b"\x89PNG")]
+)
 def test_picture(result: dict[str, Any], tmp_path: Path, name: str, start: bytes) -> None:
     pytest.importorskip("matplotlib")
     tradeoff.draw(result, tmp_path / name)
@@ -283,17 +304,32 @@ def test_what_the_picture_shows(result: dict[str, Any]) -> None:
     tradeoff._draw_curves(curves, result)
     tradeoff._draw_products(products, result)
     first, spaces = curves.get_lines()[0], [1, 2, 4, 8, 16, 32, 64]  # of n = 64
-    assert (list(first.get_xdata()), list(first.get_ydata())) == (spaces, [2 * 64 * 64 // s for s in spaces])
+    assert (list(first.get_xdata()), list(first.get_ydata())) == (
+        spaces,
+        [2 * 64 * 64 // s for s in spaces],
+    )
     assert "counters alive at once (number" in curves.get_xlabel()
     assert "steps after x_n (number" in curves.get_ylabel()
     shown = [text.get_text() for text in curves.get_legend().get_texts()]
-    assert shown == ["quadratic (alg:tc1)", "linear (alg:tc2)", "s = root of n", "n = 64", "n = 90", "n = 256"]
-    assert {text.get_text() for text in curves.texts} == {"(i) time n^2 = 65,536", "(ii) space n = 256"}
+    assert shown == [
+        "quadratic (alg:tc1)",
+        "linear (alg:tc2)",
+        "s = root of n",
+        "n = 64",
+        "n = 90",
+        "n = 256",
+    ]
+    assert {text.get_text() for text in curves.texts} == {
+        "(i) time n^2 = 65,536",
+        "(ii) space n = 256",
+    }
     assert len(products.get_lines()) == 6
     assert products.get_xlabel() == "n (tokens, log)"
 
 
-def test_without_matplotlib(result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib(
+    result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError):
         tradeoff.draw(result, tmp_path / "a.png")

@@ -1,4 +1,5 @@
-"""Attention with O(D) memory: the same numbers as torch's, whatever the scores, and its memory as measured."""
+"""Attention with O(D) memory: the same numbers as torch's, whatever the scores, and its memory as
+measured."""
 
 from __future__ import annotations
 
@@ -13,20 +14,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from entp import InputError
-from entp.theory.linear_memory import attend_as_printed, attend_at_once, attend_streaming, peak_bytes, working_memory
+from entp.theory.linear_memory import (
+    attend_as_printed,
+    attend_at_once,
+    attend_streaming,
+    peak_bytes,
+    working_memory,
+)
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 
-def inputs(m: int, n: int, d: int = 4, width: int = 6, size: float = 1.0, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    m: int, n: int, d: int = 4, width: int = 6, size: float = 1.0, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries (m, d), keys (n, d), values (n, width); scores grow with the square of size."""
     generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(rows, w, generator=generator, dtype=torch.float64) for rows, w in ((m, d), (n, d), (n, width)))
+    q, k, v = (
+        torch.randn(rows, w, generator=generator, dtype=torch.float64)
+        for rows, w in ((m, d), (n, d), (n, width))
+    )
     return size * q, size * k, v
 
 
 def by_torch(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    return F.scaled_dot_product_attention(q[None, None], k[None, None], v[None, None], **options)[0, 0]
+    return F.scaled_dot_product_attention(q[None, None], k[None, None], v[None, None], **options)[
+        0, 0
+    ]
 
 
 def blocks_of(block: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -39,7 +53,9 @@ def blocks_of(block: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 @pytest.mark.parametrize("n", [1, 2, 5, 33])
 def test_as_printed_is_attention_without_a_scale(n: int) -> None:
     q, k, v = inputs(n, n)
-    torch.testing.assert_close(attend_as_printed(q[-1], k, v), by_torch(q, k, v, scale=1.0)[-1], **CLOSE)
+    torch.testing.assert_close(
+        attend_as_printed(q[-1], k, v), by_torch(q, k, v, scale=1.0)[-1], **CLOSE
+    )
 
 
 @pytest.mark.parametrize("block", [1, 3, 16, 100])
@@ -49,7 +65,9 @@ def test_streaming_is_attention(n: int, causal: bool, block: int) -> None:
     q, k, v = inputs(n, n)
     for scale in (1.0, 0.37):
         expected = by_torch(q, k, v, scale=scale, is_causal=causal)
-        torch.testing.assert_close(attend_streaming(q, k, v, scale, causal, block), expected, **CLOSE)
+        torch.testing.assert_close(
+            attend_streaming(q, k, v, scale, causal, block), expected, **CLOSE
+        )
 
 
 def test_any_number_of_queries() -> None:
@@ -58,7 +76,11 @@ def test_any_number_of_queries() -> None:
         torch.testing.assert_close(attend_streaming(q, k, v), by_torch(q, k, v, scale=1.0), **CLOSE)
     q, k, v = inputs(40, 20)  # more causal queries than keys: the later ones see them all
     mask = torch.arange(20) <= torch.arange(40)[:, None]
-    torch.testing.assert_close(attend_streaming(q, k, v, causal=True), by_torch(q, k, v, scale=1.0, attn_mask=mask), **CLOSE)
+    torch.testing.assert_close(
+        attend_streaming(q, k, v, causal=True),
+        by_torch(q, k, v, scale=1.0, attn_mask=mask),
+        **CLOSE,
+    )
 
 
 @pytest.mark.parametrize("block", [1, 7])
@@ -80,7 +102,9 @@ def test_as_printed_overflows_and_underflows_where_streaming_does_not() -> None:
         q = torch.full((1, 1), score, dtype=torch.float64)
         printed = attend_as_printed(q[0], k, v)
         assert bool(printed.isfinite().all()) == fine, score
-        torch.testing.assert_close(attend_streaming(q, k, v), torch.tensor([[2.0]], dtype=torch.float64), **CLOSE)
+        torch.testing.assert_close(
+            attend_streaming(q, k, v), torch.tensor([[2.0]], dtype=torch.float64), **CLOSE
+        )
 
 
 def test_a_maximum_that_comes_last_or_first() -> None:
@@ -95,7 +119,9 @@ def test_a_maximum_that_comes_last_or_first() -> None:
 def test_what_cannot_be_attended() -> None:
     q, k, v = inputs(3, 5)
     for bad in ((q[:, :2], k, v), (q, k[:4], v), (q[0], k, v), (q, k[None], v)):
-        with pytest.raises(InputError, match=r"queries \(m, d\), keys \(n, d\) and values \(n, D\)"):
+        with pytest.raises(
+            InputError, match=r"queries \(m, d\), keys \(n, d\) and values \(n, D\)"
+        ):
             attend_streaming(*bad)
     with pytest.raises(InputError, match="0 keys, block 16"):
         attend_streaming(q, k[:0], v[:0])
@@ -126,8 +152,12 @@ def test_the_meter_counts_what_is_held_at_once() -> None:
 def test_the_meter_sees_inside_operations() -> None:
     """Fused attention has buffers of its own, which no Python code ever holds."""
     x = torch.zeros(64, 64)
-    inside = peak_bytes(lambda: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]))
-    assert inside > x.nbytes + 64 * 4  # more than the output and the logarithms of sums that come with it
+    inside = peak_bytes(
+        lambda: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None])
+    )
+    assert (
+        inside > x.nbytes + 64 * 4
+    )  # more than the output and the logarithms of sums that come with it
 
 
 def test_one_key_at_a_time_takes_the_same_memory_for_every_length() -> None:
@@ -135,7 +165,10 @@ def test_one_key_at_a_time_takes_the_same_memory_for_every_length() -> None:
     assert len(set(taken.values())) == 1
     for width in (8, 32, 128):  # at most a few vectors of width D and a few numbers
         assert working_memory(8, width, blocks_of(1)) <= 5 * 8 * width + 200
-    printed = {n: working_memory(n, 8, lambda q, k, v: attend_as_printed(q[0], k, v), queries=1) for n in (16, 64, 256, 1024)}
+    printed = {
+        n: working_memory(n, 8, lambda q, k, v: attend_as_printed(q[0], k, v), queries=1)
+        for n in (16, 64, 256, 1024)
+    }
     assert len(set(printed.values())) == 1
 
 

@@ -1,7 +1,8 @@
-"""The paper's RASP programs against brute force, and the two places where the printed ones are wrong.
+"""The paper's RASP programs against brute force, and the two places where the printed ones are
+wrong.
 
-The printed programs are here as they are in the paper, but for the mask: `every` evaluates a step without a causal
-argument, `causal` one with it.
+The printed programs are here as they are in the paper, but for the mask: `every` evaluates a step
+without a causal argument, `causal` one with it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entp import InputError
-from entp.theory.programs import EOS, PROGRAMS, REACH, chain_of_thought, count2, count3_printed, g, run, trace_table
+from entp.theory.programs import (
+    EOS,
+    PROGRAMS,
+    REACH,
+    chain_of_thought,
+    count2,
+    count3_printed,
+    g,
+    run,
+    trace_table,
+)
 from entp.theory.rasp import Rasp, equals, exact, true
 
 CAUSAL = [p.name for p in PROGRAMS.values() if p.mask == "causal"]
@@ -43,8 +54,13 @@ def prefixes(x: Any) -> list[Any]:
 
 
 def all_sequences(lengths: range, values: int | None = None) -> list[tuple[int, ...]]:
-    """All of these lengths n with values below n, or below the number given; shortest first, then by first value."""
-    return [x for n in lengths for x in itertools.product(range(n if values is None else values), repeat=n)]
+    """All of these lengths n with values below n, or below the number given; shortest first, then
+    by first value."""
+    return [
+        x
+        for n in lengths
+        for x in itertools.product(range(n if values is None else values), repeat=n)
+    ]
 
 
 @st.composite
@@ -105,12 +121,22 @@ def printed_count_triplets_cot(x: np.ndarray, eos: int) -> np.ndarray:
     z_mask_write = (2 * n <= idxs) & (idxs < 3 * n)
     y_mask_read = (n < idxs) & (idxs <= 2 * n)
     z_mask_read = (2 * n < idxs) & (idxs <= 3 * n)
-    z_count = causal.sel_width(causal.select(k=x * y_mask_read, q=z, pred=lambda a, b: a == b and a != 0))
-    count = causal.kqv(k=z_mask_read, q=z_mask_read, v=n * x * z_mask_read, pred=lambda a, b: a & b, reduction="mean")
+    z_count = causal.sel_width(
+        causal.select(k=x * y_mask_read, q=z, pred=lambda a, b: a == b and a != 0)
+    )
+    count = causal.kqv(
+        k=z_mask_read,
+        q=z_mask_read,
+        v=n * x * z_mask_read,
+        pred=lambda a, b: a & b,
+        reduction="mean",
+    )
     ans = count % n
     ans_mask_write = idxs == 3 * n
     eos_mask_write = idxs > 3 * n
-    return exact(y * y_mask_write + z_count * z_mask_write + ans * ans_mask_write + eos * eos_mask_write)
+    return exact(
+        y * y_mask_write + z_count * z_mask_write + ans * ans_mask_write + eos * eos_mask_write
+    )
 
 
 def printed_chain(prompt: tuple[int, ...], eos: int) -> list[int]:
@@ -144,7 +170,12 @@ def test_count3_of_zeros_counts_all_pairs(n: int) -> None:
 
 def test_count3_internal_values_reach_n_squared_and_go_below_zero() -> None:
     for n in range(2, 5):
-        values = [v for x in all_sequences(range(n, n + 1)) for row in run("count3-printed", x).named.values() for v in row]
+        values = [
+            v
+            for x in all_sequences(range(n, n + 1))
+            for row in run("count3-printed", x).named.values()
+            for v in row
+        ]
         assert max(values) == n * n
         assert -n * (n - 1) <= min(values) < 0  # the proof's unsigned integers need a sign
 
@@ -178,7 +209,11 @@ def test_count3_takes_the_experiments_tokens_at_every_length(x: list[int]) -> No
 
 
 def test_printed_count3_is_wrong_for_values_from_n_on() -> None:
-    wrong = [x for x in all_sequences(range(1, 3), 7) if printed_count_triplets(exact(x))[-1] != count3_of(x)]
+    wrong = [
+        x
+        for x in all_sequences(range(1, 3), 7)
+        if printed_count_triplets(exact(x))[-1] != count3_of(x)
+    ]
     assert wrong == [(1, 2), (3, 0), (4, 0), (5, 0), (6, 0)]
     assert printed_count_triplets(exact([1, 2])).tolist() == [1, 1]
     assert count3_of([1, 2]) == 0
@@ -191,7 +226,11 @@ def test_printed_count3_is_wrong_on_most_inputs_of_the_experiments() -> None:
 
 
 def test_count3_needs_the_encoders_mask() -> None:
-    wrong = [x for x in all_sequences(range(1, 4)) if count3_printed(Rasp("causal"), exact(x))[-1] != count3_of(x)]
+    wrong = [
+        x
+        for x in all_sequences(range(1, 4))
+        if count3_printed(Rasp("causal"), exact(x))[-1] != count3_of(x)
+    ]
     assert wrong[:2] == [(0, 0), (0, 1)]
     assert len(wrong) == 2 + 17  # of 4 with two numbers, of 27 with three
     assert count3_printed(Rasp("causal"), exact([0, 1])).tolist() == [0, 1]
@@ -214,7 +253,11 @@ def test_match3_on_long_sequences(x: list[int]) -> None:
 
 def test_printed_match3_is_wrong_before_the_last_position() -> None:
     pairs = itertools.product(range(4), range(128))
-    wrong = [x for x in pairs if printed_has_triplet(exact(x)).tolist() != [match3_of(p) for p in prefixes(x)]]
+    wrong = [
+        x
+        for x in pairs
+        if printed_has_triplet(exact(x)).tolist() != [match3_of(p) for p in prefixes(x)]
+    ]
     assert wrong == [(1, 126), (2, 63), (2, 124), (2, 127), (3, 122)]
     assert printed_has_triplet(exact([1, 126])).tolist() == [1, 1]
     assert [match3_of(p) for p in prefixes([1, 126])] == [0, 1]
@@ -261,7 +304,9 @@ def assert_chain_is_right(x: Any) -> None:
     assert len(chain.generated) == 2 * n + 2
     tokens = (*chain.prompt, EOS, *chain.generated)
     assert chain.trace.x.tolist() == list(tokens[:-1])
-    assert chain.trace.output[n:].tolist() == list(chain.generated)  # one pass gives again what each pass gave last
+    assert chain.trace.output[n:].tolist() == list(
+        chain.generated
+    )  # one pass gives again what each pass gave last
     assert max(chain.generated) <= n
 
 
@@ -285,7 +330,10 @@ def test_chain_of_thought_shows_its_work() -> None:
 @given(sequences_below(8))
 def test_printed_chain_of_thought_gives_the_same_with_eos_outside_its_tokens(x: list[int]) -> None:
     tokens = chain_of_thought(x).trace.x
-    assert printed_count_triplets_cot(tokens, EOS).tolist() == run("count3-cot", tokens).output.tolist()
+    assert (
+        printed_count_triplets_cot(tokens, EOS).tolist()
+        == run("count3-cot", tokens).output.tolist()
+    )
 
 
 def test_printed_chain_of_thought_needs_eos_outside_its_tokens() -> None:
@@ -301,11 +349,14 @@ def test_printed_chain_of_thought_needs_eos_outside_its_tokens() -> None:
 
 @given(sequences_below(8))
 def test_attention_can_take_the_chains_last_remainder(x: list[int]) -> None:
-    """As the encoder's program does: among keys 0, n, 2 n, ... the largest that is at most the count, taken off it."""
+    """As the encoder's program does: among keys 0, n, 2 n, ... the largest that is at most the
+    count, taken off it."""
     chain, r = chain_of_thought(x), Rasp("causal")
     n, count = chain.trace.named["n"], chain.trace.named["count"]
     multiples = (r.indices(n) - n) * n
-    remainder = count - r.kqv(k=multiples, q=count, v=multiples, pred=lambda a, b: a <= b, reduction="max")
+    remainder = count - r.kqv(
+        k=multiples, q=count, v=multiples, pred=lambda a, b: a <= b, reduction="max"
+    )
     assert remainder[3 * len(x)] == chain.answer
 
 
@@ -314,7 +365,9 @@ def test_attention_can_take_the_chains_last_remainder(x: list[int]) -> None:
 
 @pytest.mark.parametrize("name", CAUSAL)
 @given(st.lists(st.sampled_from([EOS, 0, 1, 2, 3, 64, 127]), min_size=1, max_size=14))
-def test_causal_programs_give_at_each_position_what_they_give_on_the_prefix(name: str, x: list[int]) -> None:
+def test_causal_programs_give_at_each_position_what_they_give_on_the_prefix(
+    name: str, x: list[int]
+) -> None:
     def function(tokens: list[int]) -> list[int]:
         return exact(PROGRAMS[name].function(Rasp("causal"), exact(tokens))).tolist()
 
@@ -322,7 +375,9 @@ def test_causal_programs_give_at_each_position_what_they_give_on_the_prefix(name
 
 
 def test_encoder_programs_do_not() -> None:
-    assert run("count3-printed", [0, 1, 0]).output.tolist() == [count3_of([0, 1, 0])] * 3 == [1, 1, 1]
+    assert (
+        run("count3-printed", [0, 1, 0]).output.tolist() == [count3_of([0, 1, 0])] * 3 == [1, 1, 1]
+    )
     assert [count3_of(p) for p in prefixes([0, 1, 0])] == [0, 0, 1]
 
 
@@ -334,16 +389,36 @@ def test_encoder_programs_do_not() -> None:
             [0, 2, 1, 4],
             r"count3-printed takes whole numbers from 0 to n - 1 = 3 .*count3.*: got 4 at index 3\.",
         ),
-        ("count3-printed", [0, -1], r"count3-printed takes whole numbers from 0 to n - 1 = 1 .*: got -1 at index 1\."),
-        ("count3", [0, 128], r"count3 takes whole numbers from 0 to 64 n - 1 = 127: got 128 at index 1\."),
+        (
+            "count3-printed",
+            [0, -1],
+            r"count3-printed takes whole numbers from 0 to n - 1 = 1 .*: got -1 at index 1\.",
+        ),
+        (
+            "count3",
+            [0, 128],
+            r"count3 takes whole numbers from 0 to 64 n - 1 = 127: got 128 at index 1\.",
+        ),
         ("count3", [-3], r"got -3 at index 0\."),
         ("match3", [5, -1], r"match3 takes whole numbers from 0 on: got -1 at index 1\."),
         ("count2", [-2, 5], r"count2 takes whole numbers from 0 on: got -2 at index 0\."),
-        ("count3-cot", [1, 2], r"count3-cot takes at least one number and then EOS \(-1\): use chain_of_thought"),
+        (
+            "count3-cot",
+            [1, 2],
+            r"count3-cot takes at least one number and then EOS \(-1\): use chain_of_thought",
+        ),
         ("count3-cot", [EOS, 2], r"at least one number and then EOS"),
-        ("count3-cot", [1, EOS, -2], r"count3-cot takes whole numbers from 0 on, and EOS \(-1\): got -2 at index 2\."),
+        (
+            "count3-cot",
+            [1, EOS, -2],
+            r"count3-cot takes whole numbers from 0 on, and EOS \(-1\): got -2 at index 2\.",
+        ),
         ("count3-printed", [], r"count3-printed takes at least one number: got none\."),
-        ("count3-printed", [0, Fraction(1, 2)], r"count3-printed takes whole numbers: got 0, 1/2\."),
+        (
+            "count3-printed",
+            [0, Fraction(1, 2)],
+            r"count3-printed takes whole numbers: got 0, 1/2\.",
+        ),
         ("count2", [0.5], r"whole numbers or fractions: got 0\.5\."),
         ("match3", [[1, 2]], r"one dimension: got 2\."),
         ("cuont3", [0], r"unknown program 'cuont3': allowed are count3, .*Did you mean count3"),
@@ -377,7 +452,9 @@ def test_programs_are_described() -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_trace_table_has_every_named_value(name: str) -> None:
-    trace = run(PROGRAMS[name], [1, 2, 0, EOS, 3] if name == "count3-cot" else np.array([1, 2, 0, 3, 3]))
+    trace = run(
+        PROGRAMS[name], [1, 2, 0, EOS, 3] if name == "count3-cot" else np.array([1, 2, 0, 3, 3])
+    )
     head, rule, *rows = trace_table(trace).splitlines()
     assert head.split() == ["index", "0", "1", "2", "3", "4"]
     assert set(rule) == {"-", " "}

@@ -1,4 +1,5 @@
-"""RASP's operations by hand on small sequences, against loops over their definitions, and what a mask promises."""
+"""RASP's operations by hand on small sequences, against loops over their definitions, and what a
+mask promises."""
 
 from __future__ import annotations
 
@@ -49,7 +50,10 @@ def test_select_is_query_by_key() -> None:
         assert selector.dtype == bool
         assert selector.astype(int).tolist() == expected
         assert Rasp(mask).sel_width(selector).tolist() == np.sum(expected, axis=1).tolist()
-    assert Rasp("encoder").select(k=exact([0, 9]), q=exact([5, 5]), pred=at_most).tolist() == [[True, False]] * 2
+    assert (
+        Rasp("encoder").select(k=exact([0, 9]), q=exact([5, 5]), pred=at_most).tolist()
+        == [[True, False]] * 2
+    )
 
 
 def test_means_are_exact() -> None:
@@ -57,7 +61,9 @@ def test_means_are_exact() -> None:
     mean = r.kqv(k=x(), q=x(), v=x(), pred=true)
     assert mean.tolist() == [7, 7, Fraction(19, 3), Fraction(13, 2)]
     assert [type(v) for v in mean] == [int, int, Fraction, Fraction]
-    assert r.kqv(k=x(), q=x(), v=mean, pred=true)[3] == (7 + 7 + Fraction(19, 3) + Fraction(13, 2)) / 4
+    assert (
+        r.kqv(k=x(), q=x(), v=mean, pred=true)[3] == (7 + 7 + Fraction(19, 3) + Fraction(13, 2)) / 4
+    )
 
 
 def test_large_values_do_not_overflow() -> None:
@@ -70,7 +76,13 @@ def test_large_values_do_not_overflow() -> None:
 def test_default_where_nothing_is_selected(mask: str) -> None:
     r = Rasp(mask)
     for reduction in ("mean", "max", "min"):
-        arguments = {"k": x(), "q": r.full(x(), 5), "v": x() - 9, "pred": equals, "reduction": reduction}
+        arguments = {
+            "k": x(),
+            "q": r.full(x(), 5),
+            "v": x() - 9,
+            "pred": equals,
+            "reduction": reduction,
+        }
         none = 0 if mask == "encoder" else 2  # before the 5 itself
         assert r.kqv(**arguments).tolist() == [0] * none + [-4] * (4 - none)
         assert r.kqv(**arguments, default=-2).tolist() == [-2] * none + [-4] * (4 - none)
@@ -78,8 +90,15 @@ def test_default_where_nothing_is_selected(mask: str) -> None:
 
 
 @masks
-@given(sequences, st.sampled_from([equals, true, at_most]), st.sampled_from(["mean", "max", "min"]), st.data())
-def test_attention_is_its_definition(mask: str, keys: list[int], pred: Any, reduction: str, data: st.DataObject) -> None:
+@given(
+    sequences,
+    st.sampled_from([equals, true, at_most]),
+    st.sampled_from(["mean", "max", "min"]),
+    st.data(),
+)
+def test_attention_is_its_definition(
+    mask: str, keys: list[int], pred: Any, reduction: str, data: st.DataObject
+) -> None:
     same = st.lists(st.integers(-5, 5), min_size=len(keys), max_size=len(keys))
     queries, values = data.draw(same), data.draw(same)
     r = Rasp(mask)
@@ -95,7 +114,12 @@ def test_attention_is_its_definition(mask: str, keys: list[int], pred: Any, redu
 
 @given(sequences)
 def test_exact_keeps_values_and_makes_them_python_s(values: list[int]) -> None:
-    for given_as in (values, np.array(values), [np.int32(v) for v in values], [Fraction(v) for v in values]):
+    for given_as in (
+        values,
+        np.array(values),
+        [np.int32(v) for v in values],
+        [Fraction(v) for v in values],
+    ):
         out = exact(given_as)
         assert out.tolist() == values
         assert all(type(v) is int for v in out)
@@ -116,7 +140,10 @@ def test_sequences_have_one_dimension(values: Any, dimensions: int) -> None:
 
 def test_steps_that_round_are_refused() -> None:
     r = Rasp("encoder")
-    for step in (lambda: r.tok_map(x(), lambda a: a / 2), lambda: r.kqv(k=x(), q=x(), v=x() * 0.5, pred=true)):
+    for step in (
+        lambda: r.tok_map(x(), lambda a: a / 2),
+        lambda: r.kqv(k=x(), q=x(), v=x() * 0.5, pred=true),
+    ):
         with pytest.raises(InputError, match="whole numbers or fractions"):
             step()
 

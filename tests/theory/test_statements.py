@@ -11,11 +11,11 @@ from typing import get_args
 import pytest
 
 from entp import load
-from entp.cli import main
+from entp.cli.main import main
+from entp.cli.theory import ProgramName
 from entp.theory import compiled, statements
 from entp.theory.programs import PROGRAMS
 from entp.theory.statements import STATEMENTS, Checked, Statement, check_all, report
-from entp.theory_commands import ProgramName
 
 PAPERS_LABELS = {
     "sec:tdd", "sec:ede", "thm:dyen", "thm:eydn", "tab:cc", "con:ts2", "lem:conjl2", "lem:enc-bound", "alg:linear-memory-attn",
@@ -36,7 +36,9 @@ def test_all_statements_of_the_paper_are_there_and_come_out_as_documented(
     assert kept["environment"]["commit"]
 
 
-def test_another_verdict_is_a_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_verdict_is_a_fault(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     odd = Statement("thm:odd", "all primes are odd", lambda: Checked("exact: 2", "FAILS"))
     monkeypatch.setattr(statements, "STATEMENTS", (odd,))
     begun: list[tuple[int, str]] = []
@@ -60,9 +62,14 @@ def test_programs_on_the_command_line(name: str, capsys: pytest.CaptureFixture[s
 
 def test_the_trade_off_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "tradeoff.json"
-    assert main(["theory", "count3-tradeoff", "--n-max", "256", "--seed", "2", "--out", str(out)]) == 0
+    assert (
+        main(["theory", "count3-tradeoff", "--n-max", "256", "--seed", "2", "--out", str(out)]) == 0
+    )
     assert "fitted: time ~ n^1.50, space ~ n^0.50" in capsys.readouterr().out
-    assert (json.loads(out.read_text())["lengths"], json.loads(out.read_text())["seed"]) == ([64, 128, 256], 2)
+    assert (json.loads(out.read_text())["lengths"], json.loads(out.read_text())["seed"]) == (
+        [64, 128, 256],
+        2,
+    )
     assert (tmp_path / "tradeoff.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -70,7 +77,10 @@ def test_without_matplotlib_the_trade_off_is_still_recorded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["theory", "count3-tradeoff", "--n-max", "128", "--out", str(tmp_path / "a.json")]) == 0
+    assert (
+        main(["theory", "count3-tradeoff", "--n-max", "128", "--out", str(tmp_path / "a.json")])
+        == 0
+    )
     assert "no picture: pip install 'entp[plot]' to draw one." in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
@@ -82,9 +92,13 @@ def test_compiled_weights_are_tried_on_the_values_they_are_for(
     assert main(words) == 0
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines() if line.endswith(" of 50")]
-    assert [row[:5] for row in rows] == [[str(n), str(n - 1), "50", "of", "50"] for n in (8, 16, 32)]
+    assert [row[:5] for row in rows] == [
+        [str(n), str(n - 1), "50", "of", "50"] for n in (8, 16, 32)
+    ]
     assert main([*words, "--seed", "1"]) == 0
-    assert capsys.readouterr().out != printed  # other sequences: under the causal mask others are right
+    assert (
+        capsys.readouterr().out != printed
+    )  # other sequences: under the causal mask others are right
     monkeypatch.setattr(compiled, "margin", lambda n_max: 1.0)  # weights that are wrong
     assert main(words) == 1
 
@@ -102,12 +116,19 @@ def test_compiled_weights_are_a_run(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("n_max", [1, 2, 3, 5, 11])
-def test_short_compiled_weights_can_be_saved_too(n_max: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_compiled_weights_can_be_saved_too(
+    n_max: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = str(tmp_path / "c")
-    assert main(["theory", "compiled", "--n-max", str(n_max), "--sequences", "3", "--out", folder]) == 0
+    assert (
+        main(["theory", "compiled", "--n-max", str(n_max), "--sequences", "3", "--out", folder])
+        == 0
+    )
     told = capsys.readouterr().out
     assert load(folder).config.vocab == n_max
-    assert ("entp evaluate" in told) == (main(["evaluate", folder, "--batches", "1"]) == 0)  # what it says to try works
+    assert ("entp evaluate" in told) == (
+        main(["evaluate", folder, "--batches", "1"]) == 0
+    )  # what it says to try works
     assert ("entp.load" in told, "entp evaluate" in told) == (n_max <= 2, n_max > 2)
     if n_max > 2:  # from the length on that its values are for
         capsys.readouterr()

@@ -47,7 +47,7 @@ def test_last_two_are_kept_and_one_best(trained: Path) -> None:
 
 def test_any_model_round_trips(tmp_path: Path) -> None:
     for position in ("learned", "given", "none"):
-        model = random_model(position=position, norm="none")
+        model = random_model(position_embedding=position, norm="none")
         checkpoint.save_model(model, tmp_path / position)
         loaded = entp.load(tmp_path / position)
         assert loaded.config == model.config
@@ -61,7 +61,9 @@ def test_run_is_saved_with_the_weights(trained: Path) -> None:
     assert same_weights(entp.load(step), entp.load(trained, "last"))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "trainer.pt", "config.json", "checksums.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "trainer.pt", "config.json", "checksums.json"]
+)
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
 def test_damaged_newest_is_named_and_the_one_before_used(
     trained: Path, tmp_path: Path, name: str, damage: str, capsys: pytest.CaptureFixture[str]
@@ -89,7 +91,9 @@ def test_resume_after_damage_ends_where_the_run_would_have(trained: Path, tmp_pa
     assert same_weights(entp.load(out, "last"), entp.load(trained, "last"))
 
 
-def test_what_a_killed_process_left_is_no_part_of_what_comes_after_it(trained: Path, tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_no_part_of_what_comes_after_it(
+    trained: Path, tmp_path: Path
+) -> None:
     out = copy_of(trained, tmp_path)
     for half in (out / "checkpoints/.step-00000020.tmp", tmp_path / ".model.tmp"):
         half.mkdir()
@@ -97,7 +101,11 @@ def test_what_a_killed_process_left_is_no_part_of_what_comes_after_it(trained: P
     entp.train(small_run(steps=16), out, device="cpu", resume=True, quiet=True)
     assert not list((out / "checkpoints").glob(".*"))
     checkpoint.save_model(entp.load(out), tmp_path / "model")
-    assert {p.name for p in (tmp_path / "model").iterdir()} == {"model.safetensors", "config.json", checkpoint.CHECKSUMS}
+    assert {p.name for p in (tmp_path / "model").iterdir()} == {
+        "model.safetensors",
+        "config.json",
+        checkpoint.CHECKSUMS,
+    }
     assert {p.name for p in tmp_path.iterdir()} == {"copy", "model"}
 
 
@@ -145,12 +153,15 @@ def test_write_file_keeps_the_old_content_when_the_disk_is_full(tmp_path: Path) 
     path = tmp_path / "file"
     path.write_bytes(b"old")
     code = (
-        "import resource, sys; from pathlib import Path; from entp.training.checkpoint import write_file\n"
+        "import resource, sys; from pathlib import Path; from entp.training.checkpoint import "
+        "write_file\n"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, (1000, {resource.RLIM_INFINITY}))\n"
         "try: write_file(Path(sys.argv[1]), b'x' * 5000)\n"
         "except OSError: sys.exit(7)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], env=environment(), timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], env=environment(), timeout=300, check=False
+    )
     assert done.returncode == 7
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]

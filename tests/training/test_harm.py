@@ -1,4 +1,5 @@
-"""What people and machines do to a run folder: a second process, copies, damage, weights that go bad, targets that are met."""
+"""What people and machines do to a run folder: a second process, copies, damage, weights that go
+bad, targets that are met."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from small_runs import FLAGS, TASK, entp, small_run, start_entp
 
-from entp.cli import main
+from entp.cli.main import main
 from entp.config import ModelConfig, OptimConfig, Run, StartConfig, model_for
 from entp.errors import InputError, TrainingStopped
 from entp.model import Transformer
@@ -22,9 +23,9 @@ from entp.tasks.base import IGNORE, Batch, Split, Task
 from entp.tasks.counting import Count3
 from entp.training import step
 from entp.training.checkpoint import find, load, save_model, write_file
-from entp.training.evaluation import evaluate
+from entp.training.evaluate import evaluate
 from entp.training.export import export
-from entp.training.metrics import read_metrics
+from entp.training.loggers import read_metrics
 from entp.training.trainer import train
 
 
@@ -35,7 +36,14 @@ def trained(tmp_path: Path) -> Path:
 
 
 def test_a_second_process_is_sent_away(tmp_path: Path) -> None:
-    many = [*FLAGS, "--batch=8", "--steps=100000", "--train.log-every=1", "--train.checkpoint-every=5", "--device=cpu"]
+    many = [
+        *FLAGS,
+        "--batch_size=8",
+        "--steps=100000",
+        "--train.log-every=1",
+        "--train.checkpoint-every=5",
+        "--device=cpu",
+    ]
     first = start_entp("train", "count3", *many, "--out=run", cwd=tmp_path)
     try:
         while not list((tmp_path / "run/checkpoints").glob("step-*")):
@@ -49,7 +57,15 @@ def test_a_second_process_is_sent_away(tmp_path: Path) -> None:
         first.communicate(timeout=60)
     steps = [row["step"] for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
     assert steps == list(range(1, len(steps) + 1))
-    more = entp("train", "count3", "--resume", "--out=run", f"--steps={steps[-1] + 1}", "--device=cpu", cwd=tmp_path)
+    more = entp(
+        "train",
+        "count3",
+        "--resume",
+        "--out=run",
+        f"--steps={steps[-1] + 1}",
+        "--device=cpu",
+        cwd=tmp_path,
+    )
     assert more.returncode == 0, more.stderr
 
 
@@ -70,21 +86,25 @@ def test_a_target_that_was_reached_is_not_passed_again(tmp_path: Path) -> None:
     again = train(run, tmp_path / "run", device="cpu", quiet=True, resume=True)
     assert (first.step, again.step, "had reached 0" in again.reason) == (5, 5, True)
     assert (again.metrics, again.best) == (first.metrics, first.best)
-    higher = replace(run, train=replace(run.train, target=1.0))
+    higher = replace(run, train=replace(run.train, stop_at=1.0))
     assert train(higher, tmp_path / "run", device="cpu", quiet=True, resume=True).step == 10
 
 
 def test_weights_that_go_bad_stop_the_run_and_the_best_stay(tmp_path: Path) -> None:
     """The gradient's norm, or an evaluation, may be infinite before a loss is."""
     optim = {"max_lr": 100.0, "min_lr": 0.0, "warmup": 1}
-    run = small_run(steps=300, optim=optim, train={"eval_every": 2, "checkpoint_every": 1000, "log_every": 5})
+    run = small_run(
+        steps=300, optim=optim, train={"eval_every": 2, "checkpoint_every": 1000, "log_every": 5}
+    )
     with pytest.raises(TrainingStopped, match=r"is (inf|nan) after step|is not finite at step"):
         train(run, tmp_path / "run", device="cpu", quiet=True)
     assert any(row["kind"] == "eval" for row in read_metrics(tmp_path / "run"))
     assert find(tmp_path / "run").name.startswith("best-")
 
 
-def test_no_checkpoint_left_is_not_a_new_beginning(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_checkpoint_left_is_not_a_new_beginning(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = (trained / "metrics.jsonl").read_bytes()
     for folder in (trained / "checkpoints").glob("step-*"):
         (folder / "trainer.pt").write_bytes(b"")
@@ -94,7 +114,9 @@ def test_no_checkpoint_left_is_not_a_new_beginning(trained: Path, capsys: pytest
     load(trained)  # the best weights
 
 
-@pytest.mark.parametrize("damage", [b"garbage", b"null", b"5", b"{}", b"\xff\xfe", b'{"kind": 1, "step": 2}'])
+@pytest.mark.parametrize(
+    "damage", [b"garbage", b"null", b"5", b"{}", b"\xff\xfe", b'{"kind": 1, "step": 2}']
+)
 def test_damaged_metrics_are_named_and_kept(damage: bytes, trained: Path) -> None:
     path = trained / "metrics.jsonl"
     lines = path.read_bytes().splitlines()
@@ -109,7 +131,9 @@ def test_a_model_is_not_saved_over_other_things(tmp_path: Path) -> None:
     model = Transformer(model_for(TASK, "small", layers=1, heads=1, width=8))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").write_text("precious")
-    with pytest.raises(InputError, match=r"mine holds other files than a model's, such as notes\.txt"):
+    with pytest.raises(
+        InputError, match=r"mine holds other files than a model's, such as notes\.txt"
+    ):
         save_model(model, tmp_path / "mine")
     assert (tmp_path / "mine/notes.txt").read_text() == "precious"
     for _ in range(2):  # over a model, and into an empty folder
@@ -120,11 +144,17 @@ def test_a_model_is_not_saved_over_other_things(tmp_path: Path) -> None:
 def test_the_page_is_not_written_over_a_record(tmp_path: Path) -> None:
     (tmp_path / "count3.json").write_text("{}")
     done = entp("report", "--results=.", "--out=count3.json", cwd=tmp_path)
-    assert (done.returncode, done.stderr.count("\n"), "ends with .md" in done.stderr) == (2, 1, True), done.stderr
+    assert (done.returncode, done.stderr.count("\n"), "ends with .md" in done.stderr) == (
+        2,
+        1,
+        True,
+    ), done.stderr
     assert (tmp_path / "count3.json").read_text() == "{}"
 
 
-def test_a_fork_inside_a_start_chooses_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_inside_a_start_chooses_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = small_run(steps=6, optim={"take": 8})
     train(run, tmp_path / "old", device="cpu", quiet=True)
     modes, choose = [], step._choose
@@ -134,7 +164,7 @@ def test_a_fork_inside_a_start_chooses_after_it(tmp_path: Path, monkeypatch: pyt
         return choose(run, *rest)
 
     monkeypatch.setattr(step, "_choose", seen)
-    kinds: tuple[Literal["decoder", "prefixes"], ...] = ("decoder", "prefixes")
+    kinds: tuple[Literal["decoder", "prefixes"], ...] = ("decoder", "random-prefix")
     for mode in kinds:
         modes.clear()
         longer = replace(run, steps=12, start=StartConfig(steps=10, mode=mode))
@@ -157,12 +187,12 @@ class Silent(Count3):
 
 @pytest.mark.parametrize("mode", ["entp", "decoder"])
 def test_batches_without_targets(mode: Literal["entp", "decoder"], tmp_path: Path) -> None:
-    task = Silent(seed_length=4, length=10, values=10, batches=(2,))
+    task = Silent(prompt_length=4, length=10, num_values=10, batches=(2,))
     run = small_run(task=task, mode=mode)
     train(run, tmp_path / "run", device="cpu", quiet=True)
     model = load(tmp_path / "run")
     values = evaluate(model, run, batches=2)
-    assert values["n"] == 2 * run.batch // 2
+    assert values["n"] == 2 * run.batch_size // 2
     batches = [task.batch(0, "valid", n, 8) for n in range(2)]
     halves = [Batch(b.x[1::2], b.y[1::2]) for b in batches]
     assert evaluate(model, run, batches=halves) == pytest.approx(values)
@@ -178,7 +208,7 @@ class Pairs(Task):
     loss: ClassVar[Literal["cross_entropy", "squared_error"]] = "squared_error"
 
     def model_needs(self) -> dict[str, Any]:
-        return {"positions": 6, "input_dim": 2, "outputs": 2}
+        return {"context_length": 6, "input_dim": 2, "outputs": 2}
 
     def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
         x = self.rng(seed, split, step).normal(size=(size, 6, 2)).astype(np.float32)
@@ -194,14 +224,16 @@ REFUSED: dict[str, tuple[Callable[[], Run], str]] = {
 
 
 @pytest.mark.parametrize(("make", "says"), REFUSED.values(), ids=REFUSED.keys())
-def test_runs_that_would_train_something_else_are_refused(make: Callable[[], Run], says: str) -> None:
+def test_runs_that_would_train_something_else_are_refused(
+    make: Callable[[], Run], says: str
+) -> None:
     with pytest.raises(InputError, match=says):
         make()
 
 
 def test_positions_set_by_hand_are_not_trained(tmp_path: Path) -> None:
-    run = Run(TASK, model_for(TASK, "small", position="given"))
-    with pytest.raises(InputError, match=r"model\.position given is for tables set by hand"):
+    run = Run(TASK, model_for(TASK, "small", position_embedding="given"))
+    with pytest.raises(InputError, match=r"model\.position_embedding given is for tables set by hand"):
         train(run, tmp_path / "run", device="cpu", quiet=True)
 
 
@@ -218,7 +250,7 @@ class Mine(Count3):
 
 def test_a_run_of_a_task_of_ones_own_is_exported(tmp_path: Path) -> None:
     (tmp_path / "tasks_of_mine.py").write_text(PARITY)
-    flags = [*FLAGS, "--steps=2", "--batch=4", "--optim.warmup=1", "--device=cpu", "--out=run"]
+    flags = [*FLAGS, "--steps=2", "--batch_size=4", "--optim.warmup_steps=1", "--device=cpu", "--out=run"]
     done = entp("train", "tasks_of_mine:Mine", *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     words = ("export", "run", "--out=small", "--fresh=8", "--device=cpu")
@@ -242,12 +274,18 @@ class Rough(Count3):
 
 
 def test_numbers_of_any_type_train_alike(tmp_path: Path) -> None:
-    rough = small_run(task=Rough(seed_length=4, length=10, values=10))
-    losses = [train(run, tmp_path / run.task.name, device="cpu", quiet=True).metrics for run in (rough, small_run())]
+    rough = small_run(task=Rough(prompt_length=4, length=10, num_values=10))
+    losses = [
+        train(run, tmp_path / run.task.name, device="cpu", quiet=True).metrics
+        for run in (rough, small_run())
+    ]
     assert losses[0] == losses[1]
     for beyond, first in ((2, 10), (-1, -1)):
-        task = Rough(seed_length=4, length=10, values=10, beyond=beyond)
-        with pytest.raises(InputError, match=rf"rough asks for {first}: targets are 0 to 9, or -100 where nothing is asked"):
+        task = Rough(prompt_length=4, length=10, num_values=10, beyond=beyond)
+        with pytest.raises(
+            InputError,
+            match=rf"rough asks for {first}: targets are 0 to 9, or -100 where nothing is asked",
+        ):
             train(replace(rough, task=task), tmp_path / "beyond", device="cpu", quiet=True)
     vectors = np.random.default_rng(0).normal(size=(2, 3, 4))
     assert Batch(vectors, vectors[..., 0]).x.dtype == np.float32
@@ -258,7 +296,10 @@ def test_numbers_of_any_type_train_alike(tmp_path: Path) -> None:
 def test_types_that_would_mean_something_else() -> None:
     with pytest.raises(InputError, match=r"optim\.select is 'no': it must be True or False"):
         OptimConfig(select="no")  # type: ignore[arg-type]
-    model, x = Transformer(model_for(TASK, "small", layers=1, heads=1, width=8)), torch.zeros(2, 3, dtype=torch.long)
+    model, x = (
+        Transformer(model_for(TASK, "small", layers=1, heads=1, width=8)),
+        torch.zeros(2, 3, dtype=torch.long),
+    )
     for at in ([True, False, True], [1.7]):
         with pytest.raises(InputError, match="it must be a list of positions, or a bool mask"):
             model(x, at=at)
@@ -266,10 +307,19 @@ def test_types_that_would_mean_something_else() -> None:
 
 
 def test_resuming_the_default_folder_takes_its_settings(tmp_path: Path) -> None:
-    flags = ["--batch=4", "--optim.warmup=1", "--mode=decoder", "--device=cpu"]
+    flags = ["--batch_size=4", "--optim.warmup_steps=1", "--mode=decoder", "--device=cpu"]
     done = entp("train", "count3", *FLAGS, *flags, "--steps=2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    done = entp("train", "count3", "--resume", "--mode", "decoder", "--steps=4", "--device=cpu", cwd=tmp_path)
+    done = entp(
+        "train",
+        "count3",
+        "--resume",
+        "--mode",
+        "decoder",
+        "--steps=4",
+        "--device=cpu",
+        cwd=tmp_path,
+    )
     assert (done.returncode, "step 4/4" in done.stderr) == (0, True), done.stderr
 
 
@@ -284,8 +334,12 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
 DEEP = "[" * 100_000
 
 
-@pytest.mark.parametrize("sums", ["{}", "5", "null", "[]", '["model.safetensors", "config.json", "trainer.pt"]', DEEP])
-def test_a_checkpoint_without_its_checksums_is_damaged(sums: str, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "sums", ["{}", "5", "null", "[]", '["model.safetensors", "config.json", "trainer.pt"]', DEEP]
+)
+def test_a_checkpoint_without_its_checksums_is_damaged(
+    sums: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     last = find(trained, "last")
     (last / "checksums.json").write_text(sums)
     assert find(trained, "last").name == "step-00000005"
@@ -302,17 +356,25 @@ def test_a_trainer_state_without_a_checksum_is_damaged(trained: Path) -> None:
     assert find(trained, "last").name == "step-00000005"
 
 
-@pytest.mark.parametrize("damage", ["{", "5", "null", "[]", '{"device": 5}', '{"resumed": 5}', '{"resumed": [5]}', DEEP])
-def test_a_damaged_environment_is_named_and_kept(damage: str, trained: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage", ["{", "5", "null", "[]", '{"device": 5}', '{"resumed": 5}', '{"resumed": [5]}', DEEP]
+)
+def test_a_damaged_environment_is_named_and_kept(
+    damage: str, trained: Path, tmp_path: Path
+) -> None:
     path = trained / "environment.json"
     path.write_text(damage)
     uses: list[Callable[[], object]] = [
         lambda: train(small_run(steps=20), trained, device="cpu", quiet=True, resume=True),
-        lambda: train(small_run(steps=20), tmp_path / "fork", device="cpu", quiet=True, fork=trained),
+        lambda: train(
+            small_run(steps=20), tmp_path / "fork", device="cpu", quiet=True, fork=trained
+        ),
         lambda: export(trained, tmp_path / "small", fresh=8),
     ]
     for use in uses:
-        with pytest.raises(InputError, match=r"run/environment\.json is damaged \(.*\): repair or remove it"):
+        with pytest.raises(
+            InputError, match=r"run/environment\.json is damaged \(.*\): repair or remove it"
+        ):
             use()
     assert path.read_text() == damage
     path.unlink()
@@ -320,7 +382,9 @@ def test_a_damaged_environment_is_named_and_kept(damage: str, trained: Path, tmp
     assert {"device", "torch", "date"} <= set(json.loads(path.read_text()))
 
 
-def test_a_config_nested_too_deeply_is_a_sentence(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_nested_too_deeply_is_a_sentence(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (trained / "config.json").write_text(DEEP)
     assert main(["train", "count3", "--resume", f"--out={trained}"]) == 2
     assert "config.json cannot be read: it is nested too deeply" in capsys.readouterr().err

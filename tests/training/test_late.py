@@ -38,11 +38,18 @@ def test_every_step_gets_its_batch(start: int) -> None:
         assert np.array_equal(batch.y, want.y)
 
 
-STARTS = [StartConfig(), StartConfig(steps=3), StartConfig(steps=3, batch=5), StartConfig(steps=8, batch=5)]
+STARTS = [
+    StartConfig(),
+    StartConfig(steps=3),
+    StartConfig(steps=3, batch_size=5),
+    StartConfig(steps=8, batch_size=5),
+]
 
 
 @pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("late", [{"late_batch": 12, "late_at": 6}, {"late_batch": 0, "late_at": 0}])
+@pytest.mark.parametrize(
+    "late", [{"late_batch": 12, "late_at": 6}, {"late_batch": 0, "late_at": 0}]
+)
 def test_sequences_add_up(start: StartConfig, late: dict[str, Any]) -> None:
     run = late_run(optim={**late, "warmup": 1}, start=start)
     for reached in range(run.steps + 1):
@@ -58,7 +65,9 @@ def test_later_than_the_last_step_is_never(late_at: int) -> None:
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, stops: tuple[int, ...]) -> None:
     entp.train(late_run(), tmp_path / "whole", device="cpu", quiet=True)
     for n, steps in enumerate((*stops, 10)):
-        entp.train(late_run(steps=steps), tmp_path / "parts", device="cpu", quiet=True, resume=n > 0)
+        entp.train(
+            late_run(steps=steps), tmp_path / "parts", device="cpu", quiet=True, resume=n > 0
+        )
     a, b = (entp.load(tmp_path / name, "last").state_dict() for name in ("whole", "parts"))
     assert all(torch.equal(a[name], b[name]) for name in a)
 
@@ -68,7 +77,9 @@ def test_what_is_chosen_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(step, "RENEW", 4)
     run = late_run(optim={"select": True}, train={"checkpoint_every": 1})
     for steps, batch in ((6, 8), (7, 12), (10, 12)):  # at once, not when it is due
-        entp.train(replace(run, steps=steps), tmp_path / "run", device="cpu", quiet=True, resume=steps > 6)
+        entp.train(
+            replace(run, steps=steps), tmp_path / "run", device="cpu", quiet=True, resume=steps > 6
+        )
         saved = checkpoint.read_trainer(checkpoint.find(tmp_path / "run", "last"))["selection"]
         assert saved["batch"] == batch
     assert max(saved["tried"]) <= 12
@@ -76,11 +87,13 @@ def test_what_is_chosen_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(("at", "batch"), [(0, 12), (6, 0), (6, -1), (-1, 12), (-1, -1)])
 def test_both_or_neither(at: int, batch: int) -> None:
-    with pytest.raises(InputError, match=rf"optim\.late_at is {at} and optim\.late_batch {batch}: give both"):
+    with pytest.raises(
+        InputError, match=rf"optim\.late_at is {at} and optim\.late_batch {batch}: give both"
+    ):
         OptimConfig(late_at=at, late_batch=batch)
 
 
 def test_on_the_command_line(tmp_path: Path) -> None:
-    done = command("train", "count3", *FLAGS, "--optim.late-batch=12", cwd=tmp_path)
+    done = command("train", "count3", *FLAGS, "--optim.late-batch_size=12", cwd=tmp_path)
     assert done.returncode == 2
     assert "optim.late_at is 0 and optim.late_batch 12: give both" in done.stderr

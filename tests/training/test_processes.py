@@ -14,9 +14,17 @@ import torch
 from small_runs import FLAGS, entp, run_python, start_entp, wait_for_step
 
 from entp import load
-from entp.training.metrics import read_metrics
+from entp.training.loggers import read_metrics
 
-TRAIN = ["train", "count3", *FLAGS, "--batch=8", "--optim.warmup=3", "--train.log-every=1", "--train.eval-every=10"]
+TRAIN = [
+    "train",
+    "count3",
+    *FLAGS,
+    "--batch_size=8",
+    "--optim.warmup_steps=3",
+    "--train.log-every=1",
+    "--train.eval-every=10",
+]
 TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "entp"]
 
 
@@ -62,7 +70,9 @@ def test_a_signal_saves_and_says_so(tmp_path: Path, number: signal.Signals) -> N
     words = [*TRAIN, "--steps=2000", "--out=run"]
     process = start_entp(*words, cwd=tmp_path)
     wait_for_step(tmp_path / "run", 3, process)
-    for _ in range(2):  # one that comes again at once is the same: `timeout` sends its own to a process and to its group
+    for _ in range(
+        2
+    ):  # one that comes again at once is the same: `timeout` sends its own to a process and to its group
         process.send_signal(number)
     stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 128 + number
@@ -84,7 +94,9 @@ def limit_file_size() -> None:
 def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
     words = [*TRAIN, "--train.checkpoint-every=5"]
     assert entp(*words, "--steps=5", "--out=run", cwd=tmp_path).returncode == 0
-    full = entp(*words, "--steps=20", "--out=run", "--resume", cwd=tmp_path, preexec_fn=limit_file_size)
+    full = entp(
+        *words, "--steps=20", "--out=run", "--resume", cwd=tmp_path, preexec_fn=limit_file_size
+    )
     assert full.returncode == 2
     assert "no space to write" in full.stderr
     assert "the last good checkpoint is run/checkpoints/step-00000005" in full.stderr
@@ -123,9 +135,17 @@ def test_what_is_for_one_process_says_so(tmp_path: Path, flag: str) -> None:
 @pytest.mark.slow
 def test_small_at_256_tokens_trains_in_3_gb(tmp_path: Path) -> None:
     """Small, T = 256, batch 4, every prefix: one whole step of `entp train` in bounded memory."""
-    words = ["train", "match3", "--task.length=256", "--batch=4", "--steps=1", "--train.eval-batches=1", "--out=run"]
+    words = [
+        "train",
+        "match3",
+        "--task.length=256",
+        "--batch_size=4",
+        "--steps=1",
+        "--train.eval-batches=1",
+        "--out=run",
+    ]
     code = (
-        "import sys; from entp.cli import main; from entp.bench.measure import peak_resident\n"
+        "import sys; from entp.cli.main import main; from entp.bench.measure import peak_resident\n"
         "status = main(sys.argv[1:]); print('peak', peak_resident()); sys.exit(status)"
     )
     done = run_python("-c", code, *words, cwd=tmp_path)

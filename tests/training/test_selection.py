@@ -1,4 +1,5 @@
-"""Gradients of chosen predictions: their expectation is the gradient of all, and a run with them continues as any other."""
+"""Gradients of chosen predictions: their expectation is the gradient of all, and a run with them
+continues as any other."""
 
 from __future__ import annotations
 
@@ -24,11 +25,21 @@ from entp.tasks.base import IGNORE, SPLITS, Batch, Split, Task
 from entp.tasks.counting import Count3
 from entp.training import checkpoint, selection, step
 from entp.training.distributed import World
-from entp.training.evaluation import loss_rows
-from entp.training.metrics import read_metrics
-from entp.training.prefixes import draw_prefixes
-from entp.training.selection import Prices, Selection, chances, check_take, draw, errors, places_of, renewed, starts
+from entp.training.evaluate import loss_rows
+from entp.training.loggers import read_metrics
 from entp.training.step import State, Stepper, train_step
+from entp.training.techniques.curriculum import draw_prefixes
+from entp.training.techniques.importance_sampling import (
+    Prices,
+    Selection,
+    chances,
+    check_take,
+    draw,
+    errors,
+    places_of,
+    renewed,
+    starts,
+)
 from entp.training.trainer import new_state
 
 CPU = torch.device("cpu")
@@ -36,7 +47,9 @@ CPU = torch.device("cpu")
 
 def some_errors(sequences: int, places: int, seed: int) -> Tensor:
     """Errors as they are late in training: most of them small."""
-    return torch.rand(sequences, places, generator=torch.Generator().manual_seed(seed)).double() ** 6
+    return (
+        torch.rand(sequences, places, generator=torch.Generator().manual_seed(seed)).double() ** 6
+    )
 
 
 def trained(run: Run, steps: int = 30) -> State:
@@ -44,20 +57,23 @@ def trained(run: Run, steps: int = 30) -> State:
     state = new_state(run, CPU)
     state.model.double()
     for number in range(steps):
-        train_step(run, state, run.task.batch(1, "train", number, run.batch), CPU, World())
+        train_step(run, state, run.task.batch(1, "train", number, run.batch_size), CPU, World())
     return state
 
 
-def chosen_here(taken: tuple[int, ...], run: Run, tried: tuple[int, ...] = (8,) * 6, as_decoder: bool = False) -> Selection:
-    places = places_of(run.task.batch(0, "train", 0, run.batch), run.task)
+def chosen_here(
+    taken: tuple[int, ...], run: Run, tried: tuple[int, ...] = (8,) * 6, as_decoder: bool = False
+) -> Selection:
+    places = places_of(run.task.batch(0, "train", 0, run.batch_size), run.task)
     ones = torch.ones(len(places))
-    return Selection(places, run.batch, ones, ones.clone(), tried, taken, as_decoder)
+    return Selection(places, run.batch_size, ones, ones.clone(), tried, taken, as_decoder)
 
 
 @settings(max_examples=60)
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(0, 99), st.data())
 def test_chances(sequences: int, places: int, seed: int, data: Any) -> None:
-    """They add up to the numbers taken, none is above 1, and among those below 1 they are in proportion to the errors."""
+    """They add up to the numbers taken, none is above 1, and among those below 1 they are in
+    proportion to the errors."""
 
     def numbers(*most: int) -> Tensor:
         return torch.tensor([data.draw(st.integers(1, m)) for m in most])
@@ -76,12 +92,19 @@ def test_chances(sequences: int, places: int, seed: int, data: Any) -> None:
         ratio = chance[below, n] / raised[below, n]
         assert ratio.numel() == 0 or float(ratio.max() / ratio.min()) == pytest.approx(1, rel=1e-6)
         sure = wanted[:, n] & ~below
-        assert not sure.any() or ratio.numel() == 0 or raised[sure, n].min() * ratio.max() >= 1 - 1e-6
+        assert (
+            not sure.any() or ratio.numel() == 0 or raised[sure, n].min() * ratio.max() >= 1 - 1e-6
+        )
 
 
-@pytest.mark.parametrize(("as_decoder", "least"), [(False, 1 / 11), (True, 1 / 2)], ids=["own errors", "a decoder's errors"])
+@pytest.mark.parametrize(
+    ("as_decoder", "least"),
+    [(False, 1 / 11), (True, 1 / 2)],
+    ids=["own errors", "a decoder's errors"],
+)
 def test_no_chance_is_next_to_0(as_decoder: bool, least: float) -> None:
-    """A prediction without an error counts by at most 11 times what it would if chances were equal, or by twice."""
+    """A prediction without an error counts by at most 11 times what it would if chances were equal,
+    or by twice."""
     kept = chosen_here((2,) * 6, small_run(), as_decoder=as_decoder)
     found = torch.zeros(8, 6)
     found[:4] = 1.0
@@ -95,7 +118,8 @@ def test_chances_without_errors_are_equal() -> None:
 
 
 def test_drawn_by_their_chances_and_none_twice() -> None:
-    """The share of all starts at which a prediction is taken is its chance, to the width of the grid of starts."""
+    """The share of all starts at which a prediction is taken is its chance, to the width of the
+    grid of starts."""
     tried, taken, grid = torch.tensor([8, 4, 7]), (3, 1, 6), 2000
     found = torch.where(torch.arange(8)[:, None] < tried, some_errors(8, 3, 0), 0.0)
     chance = chances(found, tried, torch.tensor(taken))
@@ -135,12 +159,14 @@ def test_errors_are_the_sizes_of_the_losss_gradients(task: Task) -> None:
 @pytest.mark.parametrize("as_decoder", [False, True], ids=["own errors", "a decoder's errors"])
 @pytest.mark.parametrize("budget", [None, 40])
 def test_the_expected_gradient_is_that_of_all(budget: int | None, as_decoder: bool) -> None:
-    """Exactly: what is drawn changes at finitely many starts, and between them the gradients are averaged by the distance.
+    """Exactly: what is drawn changes at finitely many starts, and between them the gradients are
+    averaged by the distance.
 
-    Whichever errors it is drawn by. The loss that is reported is that of all where all were tried, else it is on average.
+    Whichever errors it is drawn by. The loss that is reported is that of all where all were tried,
+    else it is on average.
     """
     run = small_run(optim={"clip": 0.0}, train={"precision": "fp32", "token_budget": budget})
-    state, batch = trained(run), run.task.batch(0, "train", 0, run.batch)
+    state, batch = trained(run), run.task.batch(0, "train", 0, run.batch_size)
     whole, wanted = step._gradients(run, state.model, step._inputs(run, state, batch, CPU, World()))
     state.selection = chosen_here((1, 2, 3, 1, 4, 5), run, as_decoder=as_decoder)
     inputs = step._inputs(run, state, batch, CPU, World())
@@ -149,7 +175,9 @@ def test_the_expected_gradient_is_that_of_all(budget: int | None, as_decoder: bo
     assert len(by.take_parts) == (1 if budget is None else 4)
     found, losses = step._errors(run, state.model, inputs, by.try_parts, as_decoder)
     assert as_decoder != (float(losses.sum()) == pytest.approx(float(whole), rel=1e-6))
-    ends = chances(found[:, list(state.selection.places)], by.tried, by.taken, state.selection.floor).cumsum(0)
+    ends = chances(
+        found[:, list(state.selection.places)], by.tried, by.taken, state.selection.floor
+    ).cumsum(0)
     cuts = torch.cat([torch.zeros(1), ends.flatten() % 1, torch.ones(1)]).double().unique()
     mean: dict[Tensor, Tensor] = {}
     spread, mean_loss = 0.0, 0.0
@@ -161,7 +189,10 @@ def test_the_expected_gradient_is_that_of_all(budget: int | None, as_decoder: bo
         for p, g in gradients.items():
             if g is not None:
                 mean[p] = mean.get(p, torch.zeros_like(p)) + (high - low) * g
-        spread = max(spread, max(float((g - wanted[p]).norm()) for p, g in gradients.items() if g is not None))
+        spread = max(
+            spread,
+            max(float((g - wanted[p]).norm()) for p, g in gradients.items() if g is not None),
+        )
     size = max(float(g.norm()) for g in wanted.values() if g is not None)
     assert mean_loss == pytest.approx(float(whole), rel=1e-5)
     assert spread > 0.1 * size  # single draws differ from it
@@ -171,15 +202,18 @@ def test_the_expected_gradient_is_that_of_all(budget: int | None, as_decoder: bo
 
 
 def test_those_tried_stand_for_all() -> None:
-    """If every sequence comes first once, the mean is the gradient, and the loss, of the whole batch; all tried are taken."""
+    """If every sequence comes first once, the mean is the gradient, and the loss, of the whole
+    batch; all tried are taken."""
     run = small_run(optim={"clip": 0.0}, train={"precision": "fp32"})
-    state, batch = trained(run), run.task.batch(0, "train", 0, run.batch)
+    state, batch = trained(run), run.task.batch(0, "train", 0, run.batch_size)
     whole, wanted = step._gradients(run, state.model, step._inputs(run, state, batch, CPU, World()))
     state.selection = chosen_here((1, 2, 3, 4, 5, 8), run, tried=(1, 2, 3, 4, 5, 8))
     losses, mean = [], {p: torch.zeros_like(p) for p, g in wanted.items() if g is not None}
     for by in range(8):
         rolled = Batch(np.roll(batch.x, by, 0), np.roll(batch.y, by, 0))
-        total, gradients = step._gradients(run, state.model, step._inputs(run, state, rolled, CPU, World()))
+        total, gradients = step._gradients(
+            run, state.model, step._inputs(run, state, rolled, CPU, World())
+        )
         losses.append(float(total))
         for p in mean:
             mean[p] += gradients[p] / 8
@@ -191,7 +225,7 @@ def test_those_tried_stand_for_all() -> None:
 
 def test_errors_of_a_decoder_are_those_of_its_mode() -> None:
     run = small_run(train={"precision": "fp32"})
-    state, batch = trained(run), run.task.batch(0, "train", 0, run.batch)
+    state, batch = trained(run), run.task.batch(0, "train", 0, run.batch_size)
     for p in state.model.parameters():
         p.data *= 8  # so that it matters what is seen
     inputs = step._inputs(run, state, batch, CPU, World())
@@ -208,7 +242,8 @@ def test_errors_of_a_decoder_are_those_of_its_mode() -> None:
 @settings(max_examples=60)
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 99), st.data())
 def test_predictions_shared_out(batch: int, places: int, seed: int, data: Any) -> None:
-    """As many as asked for, at least one at each place, and no other place deserves the last one much more."""
+    """As many as asked for, at least one at each place, and no other place deserves the last one
+    much more."""
     take = data.draw(st.integers(places, places * batch))
     prices = prices_of(some_errors(batch, places, seed), tuple(range(3, 3 + places)))
     tried, taken = prices.shared_out(take)
@@ -246,7 +281,10 @@ def test_counts_by_a_decoders_errors_are_kept_while_they_are_good_enough() -> No
     assert first.tried == (64, 64, 64)
     assert first.taken[0] < first.taken[1] < first.taken[2]
     assert renewed(first, None, places, 64, take=30) is first
-    for errors_there, kept in ((0.26, True), (0.28, False)):  # other numbers would be better by 2 %, by 5 %
+    for errors_there, kept in (
+        (0.26, True),
+        (0.28, False),
+    ):  # other numbers would be better by 2 %, by 5 %
         first.mean[1] = errors_there
         assert (renewed(first, None, places, 64, take=30) is first) == kept
     first.mean[0] = 1.0
@@ -265,7 +303,7 @@ def test_kernels_give_the_same_gradients_of_the_same_choice(as_decoder: bool) ->
         run = small_run(train={"precision": "fp32", "impl": impl})
         state = trained(small_run(), 3)
         state.selection = chosen_here((1, 2, 3, 1, 4, 5), run, as_decoder=as_decoder)
-        inputs = step._inputs(run, state, run.task.batch(0, "train", 0, run.batch), CPU, World())
+        inputs = step._inputs(run, state, run.task.batch(0, "train", 0, run.batch_size), CPU, World())
         loss, gradients = step._gradients(run, state.model, inputs)
         found.append([loss, *(g for g in gradients.values() if g is not None)])
     assert len(found[0]) == len(found[1]) > 10
@@ -275,7 +313,8 @@ def test_kernels_give_the_same_gradients_of_the_same_choice(as_decoder: bool) ->
 
 @dataclass(frozen=True)
 class Early(Count3):
-    """Count3 that asks for nothing after the last two integers, or at another place from some training step on."""
+    """Count3 that asks for nothing after the last two integers, or at another place from some
+    training step on."""
 
     name: ClassVar[str] = "early"
     moves_at: int = 10**9
@@ -284,16 +323,16 @@ class Early(Count3):
         batch = super().batch(seed, split, step, size)
         batch.y[:, -2:] = IGNORE
         if split == "train" and step >= self.moves_at:
-            batch.y[:, self.seed_length] = IGNORE
+            batch.y[:, self.prompt_length] = IGNORE
         return batch
 
 
 @pytest.mark.parametrize("task", [TASK, Early(4, 10, 10)], ids=["to the end", "not to the end"])
 def test_all_taken_is_the_plain_step(task: Count3) -> None:
     run = small_run(task=task, train={"precision": "fp32"})
-    batch = run.task.batch(0, "train", 0, run.batch)
+    batch = run.task.batch(0, "train", 0, run.batch_size)
     plain, state = trained(run), trained(run)
-    numbers = (run.batch,) * len(places_of(batch, task))
+    numbers = (run.batch_size,) * len(places_of(batch, task))
     state.selection = chosen_here(numbers, run, tried=numbers)
     want, want_norm, _ = train_step(run, plain, batch, CPU, World())
     got, got_norm, _ = train_step(run, state, batch, CPU, World())
@@ -304,9 +343,10 @@ def test_all_taken_is_the_plain_step(task: Count3) -> None:
 
 
 def test_the_variance_falls_with_larger_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And choosing by errors is better than choosing as many at random, for a model that knows half of the sequences."""
+    """And choosing by errors is better than choosing as many at random, for a model that knows half
+    of the sequences."""
     run = small_run(optim={"clip": 0.0}, train={"precision": "fp32"})
-    state, batch = trained(run), run.task.batch(0, "train", 0, run.batch)
+    state, batch = trained(run), run.task.batch(0, "train", 0, run.batch_size)
     for _ in range(200):
         train_step(run, state, Batch(batch.x[:4], batch.y[:4]), CPU, World())
     _, wanted = step._gradients(run, state.model, step._inputs(run, state, batch, CPU, World()))
@@ -319,7 +359,9 @@ def test_the_variance_falls_with_larger_counts(monkeypatch: pytest.MonkeyPatch) 
         for number in range(40):
             inputs.chosen.start.copy_(starts(run, number, 6))
             _, found = step._gradients(run, state.model, inputs)
-            out += sum(float((g - wanted[p]).square().sum()) for p, g in found.items() if g is not None)
+            out += sum(
+                float((g - wanted[p]).square().sum()) for p, g in found.items() if g is not None
+            )
         return out
 
     by_error = [variance(count) for count in (1, 3, 6)]
@@ -329,7 +371,9 @@ def test_the_variance_falls_with_larger_counts(monkeypatch: pytest.MonkeyPatch) 
 
 
 def prices_of(found: Tensor, places: tuple[int, ...]) -> Prices:
-    return Prices(np.array(places) + 1.0, found.mean(0).numpy(), found.square().mean(0).numpy(), len(found))
+    return Prices(
+        np.array(places) + 1.0, found.mean(0).numpy(), found.square().mean(0).numpy(), len(found)
+    )
 
 
 @settings(max_examples=20)
@@ -353,12 +397,20 @@ def test_the_cheapest_numbers(batch: int, places: int, seed: int) -> None:
 
 
 def test_price() -> None:
-    """All: a third more than the plain step, and the 1/4 more variance that is reckoned where taking more is no choice."""
-    assert prices_of(torch.ones(8, 2), (3, 4)).of(np.array([8, 8]), np.array([8, 8])) == pytest.approx(4 / 3 * 1.25**2)
+    """All: a third more than the plain step, and the 1/4 more variance that is reckoned where
+    taking more is no choice."""
+    assert prices_of(torch.ones(8, 2), (3, 4)).of(
+        np.array([8, 8]), np.array([8, 8])
+    ) == pytest.approx(4 / 3 * 1.25**2)
     tenth = torch.zeros(60, 2)
     tenth[:6] = 1.0
-    assert prices_of(tenth, (3, 4)).of(np.array([60, 60]), np.array([6, 6])) == pytest.approx((1 / 3 + 1 / 10) * 1.25**2)
-    for taken, variance in ((12, 17 / 16), (3, 2.0)):  # twice as many as carry the errors, and half as many
+    assert prices_of(tenth, (3, 4)).of(np.array([60, 60]), np.array([6, 6])) == pytest.approx(
+        (1 / 3 + 1 / 10) * 1.25**2
+    )
+    for taken, variance in (
+        (12, 17 / 16),
+        (3, 2.0),
+    ):  # twice as many as carry the errors, and half as many
         price = prices_of(tenth, (3, 4)).of(np.array([60, 60]), np.array([taken, taken]))
         assert price == pytest.approx((1 / 3 + taken / 60) * variance**2)
     half = prices_of(tenth, (3, 3)).of(np.array([60, 30]), np.array([6, 3]))
@@ -422,14 +474,20 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "RENEW", 4)
     monkeypatch.setattr(selection, "PAYS_BELOW", 100.0)
     cheapest = Prices.cheapest
-    monkeypatch.setattr(Prices, "cheapest", lambda self: tuple(-(-numbers // 2) for numbers in cheapest(self)))
+    monkeypatch.setattr(
+        Prices, "cheapest", lambda self: tuple(-(-numbers // 2) for numbers in cheapest(self))
+    )
 
 
 @KINDS
 @pytest.mark.usefixtures("early")
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(choosing_run: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(
+    choosing_run: Callable[..., Run], tmp_path: Path
+) -> None:
     whole = entp.train(choosing_run(), tmp_path / "whole", device="cpu", quiet=True)
-    entp.train(choosing_run(train={"max_seconds": 1e-9}), tmp_path / "parts", device="cpu", quiet=True)
+    entp.train(
+        choosing_run(train={"max_seconds": 1e-9}), tmp_path / "parts", device="cpu", quiet=True
+    )
     parts = entp.train(choosing_run(), tmp_path / "parts", device="cpu", quiet=True, resume=True)
     assert parts.step == whole.step == 12
     a, b = (entp.load(tmp_path / name, "last").state_dict() for name in ("whole", "parts"))
@@ -445,7 +503,10 @@ def test_the_choice_is_drawn_anew_in_every_step() -> None:
     others = [TASK.rng(run.seed, split, 3).random(6) for split in SPLITS]
     assert not any(np.array_equal(starts(run, 3, 6).numpy(), other) for other in others)
     batch = TASK.batch(0, "train", 3, 64)
-    for where in (*(TASK.rng(run.seed, split, 3).random(64) for split in SPLITS), starts(run, 3, 64).numpy()):
+    for where in (
+        *(TASK.rng(run.seed, split, 3).random(64) for split in SPLITS),
+        starts(run, 3, 64).numpy(),
+    ):
         assert not np.array_equal(draw_prefixes(run, 3, batch, 1.0).prefix, 4 + np.floor(6 * where))
     assert not torch.equal(starts(run, 3, 6), starts(run, 4, 6))
     assert torch.equal(starts(run, 3, 6), starts(run, 3, 6))
@@ -453,23 +514,24 @@ def test_the_choice_is_drawn_anew_in_every_step() -> None:
 
 
 def test_it_learns_as_the_plain_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 36 sequences, all of which it knows in the end; choosing begins on the way and saves more than half of the tokens."""
+    """Of 36 sequences, all of which it knows in the end; choosing begins on the way and saves more
+    than half of the tokens."""
     monkeypatch.setattr(step, "RENEW", 50)
-    task = Count3(seed_length=2, length=6, values=6)
+    task = Count3(prompt_length=2, length=6, num_values=6)
     losses = {}
     for select in (False, True):
         run = Run(
             task,
             model_for(task, "small", layers=2, heads=2, width=32),
             steps=400,
-            batch=32,
-            optim=OptimConfig(max_lr=1e-2, min_lr=1e-3, warmup=20, decay_steps=400, select=select),
+            batch_size=32,
+            optim=OptimConfig(lr=1e-2, min_lr=1e-3, warmup_steps=20, decay_steps=400, select=select),
             train=TrainConfig(eval_every=100, checkpoint_every=100),
         )
         out = tmp_path / str(select)
         result = entp.train(run, out, device="cpu", quiet=True)
         losses[select] = result.metrics["loss"]
-        assert result.metrics["sequence_accuracy"] == 1.0
+        assert result.metrics["exact_match"] == 1.0
         saved = checkpoint.read_trainer(checkpoint.newest(out))
         assert ("selection" in saved) == select
     kept = Selection.restore(saved["selection"], CPU)
@@ -478,19 +540,20 @@ def test_it_learns_as_the_plain_run_does(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_taking_some_after_a_start_learns_what_all_teach(tmp_path: Path) -> None:
-    """A decoder first; then, of 128 sequences a step, the gradients of as many predictions as 8 sequences have."""
-    task = Count3(seed_length=2, length=6, values=6)
+    """A decoder first; then, of 128 sequences a step, the gradients of as many predictions as 8
+    sequences have."""
+    task = Count3(prompt_length=2, length=6, num_values=6)
     run = Run(
         task,
         model_for(task, "small", layers=2, heads=2, width=32),
         steps=500,
-        batch=128,
-        optim=OptimConfig(max_lr=2e-3, min_lr=2e-4, warmup=20, decay_steps=250, take=8 * 4),
+        batch_size=128,
+        optim=OptimConfig(lr=2e-3, min_lr=2e-4, warmup_steps=20, decay_steps=250, take=8 * 4),
         train=TrainConfig(eval_every=250, eval_batches=1, checkpoint_every=250),
-        start=StartConfig(steps=250, mode="prefixes", batch=32, max_lr=1e-2),
+        start=StartConfig(steps=250, mode="random-prefix", batch_size=32, lr=1e-2),
     )
     result = entp.train(run, tmp_path, device="cpu", quiet=True)
-    assert result.metrics["sequence_accuracy"] == 1.0
+    assert result.metrics["exact_match"] == 1.0
     first, last = (row["loss"] for row in read_metrics(tmp_path) if row["kind"] == "eval")
     assert last < 0.2 * first
     saved = checkpoint.read_trainer(checkpoint.newest(tmp_path))["selection"]
@@ -514,12 +577,22 @@ def test_only_where_it_makes_sense(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"without optim\.select, or 0"):
             small_run(optim=optim)
     for take, allowed in ((5, "6, one for each place"), (49, "to 48, all of a batch")):
-        done = command("train", "count3", *FLAGS, "--batch=8", f"--optim.take={take}", "--out=few", cwd=tmp_path)
+        done = command(
+            "train",
+            "count3",
+            *FLAGS,
+            "--batch_size=8",
+            f"--optim.take={take}",
+            "--out=few",
+            cwd=tmp_path,
+        )
         assert done.returncode == 2
         assert allowed in done.stderr
         assert not (tmp_path / "few").exists()
     for batch, late in ((8, 3), (3, 8)):
-        fewer = small_run(batch=batch, steps=9, optim={"take": 20, "late_batch": late, "late_at": 4})
+        fewer = small_run(
+            batch=batch, steps=9, optim={"take": 20, "late_batch": late, "late_at": 4}
+        )
         with pytest.raises(InputError, match="to 18, all of a batch"):
             entp.train(fewer, tmp_path / "fewer", device="cpu", quiet=True)
     with pytest.raises(InputError, match=r"optim\.select is for mode entp"):
@@ -543,20 +616,28 @@ def test_only_where_it_makes_sense(tmp_path: Path) -> None:
 
 @KINDS
 @pytest.mark.usefixtures("early")
-def test_a_choice_begins_with_the_errors_it_is_made_by_and_follows_them(choosing_run: Callable[..., Run]) -> None:
+def test_a_choice_begins_with_the_errors_it_is_made_by_and_follows_them(
+    choosing_run: Callable[..., Run],
+) -> None:
     run = choosing_run(train={"precision": "fp32"})
-    state, batch = trained(small_run(train={"precision": "fp32"})), run.task.batch(0, "train", 0, run.batch)
+    state, batch = (
+        trained(small_run(train={"precision": "fp32"})),
+        run.task.batch(0, "train", 0, run.batch_size),
+    )
     for p in state.model.parameters():
         p.data *= 8  # so that it matters what is seen
     at = torch.from_numpy(batch.y != IGNORE)
     inputs = step._inputs(run, state, batch, CPU, World())
-    by_decoder, own = (step._errors(run, state.model, inputs, [at], kind)[0].mean(0)[at[0]] for kind in (True, False))
+    by_decoder, own = (
+        step._errors(run, state.model, inputs, [at], kind)[0].mean(0)[at[0]]
+        for kind in (True, False)
+    )
     assert not torch.allclose(by_decoder, own, atol=1e-3)
     step._prepare(run, state, batch, CPU, World())
     assert state.selection is not None
     assert torch.allclose(state.selection.mean, by_decoder if run.optim.take else own, atol=1e-6)
     before = state.selection.mean.clone()
-    train_step(run, replace(state, step=1), run.task.batch(0, "train", 1, run.batch), CPU, World())
+    train_step(run, replace(state, step=1), run.task.batch(0, "train", 1, run.batch_size), CPU, World())
     assert not torch.equal(state.selection.mean, before)
     assert torch.allclose(state.selection.mean, before, rtol=0.2)
 
@@ -564,7 +645,9 @@ def test_a_choice_begins_with_the_errors_it_is_made_by_and_follows_them(choosing
 @KINDS
 @pytest.mark.parametrize("moves_at", [2, 4], ids=["between", "where the choice is renewed"])
 @pytest.mark.usefixtures("early")
-def test_places_that_move_are_a_sentence(choosing_run: Callable[..., Run], moves_at: int, tmp_path: Path) -> None:
+def test_places_that_move_are_a_sentence(
+    choosing_run: Callable[..., Run], moves_at: int, tmp_path: Path
+) -> None:
     run = choosing_run(task=Early(4, 10, 10, moves_at))
     with pytest.raises(InputError, match="the same places of every sequence"):
         entp.train(run, tmp_path / "run", device="cpu", quiet=True)
@@ -573,7 +656,9 @@ def test_places_that_move_are_a_sentence(choosing_run: Callable[..., Run], moves
 @pytest.mark.gpu
 @KINDS
 @pytest.mark.usefixtures("early")
-def test_recorded_steps_choose_as_plain_ones_do(choosing_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_steps_choose_as_plain_ones_do(
+    choosing_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Numbers are decided in steps 0 and 8: there is time to record a step with either."""
     monkeypatch.setattr(step, "RENEW", 8)
     found = []
@@ -584,7 +669,7 @@ def test_recorded_steps_choose_as_plain_ones_do(choosing_run: Callable[..., Run]
         stepper.warm_up()
         values = []
         for number in range(16):
-            loss, norm, _ = stepper(run.task.batch(0, "train", number, run.batch))
+            loss, norm, _ = stepper(run.task.batch(0, "train", number, run.batch_size))
             values.append((float(loss), float(norm)))
             state.step += 1
         assert bool(stepper.graphs) == graph
@@ -595,4 +680,6 @@ def test_recorded_steps_choose_as_plain_ones_do(choosing_run: Callable[..., Run]
         found.append((np.array(values), [p.detach().clone() for p in state.model.parameters()]))
     (a, weights), (b, others) = found
     assert a == pytest.approx(b, rel=1e-4)
-    assert all(torch.allclose(p, q, rtol=0, atol=1e-4) for p, q in zip(weights, others, strict=True))
+    assert all(
+        torch.allclose(p, q, rtol=0, atol=1e-4) for p, q in zip(weights, others, strict=True)
+    )

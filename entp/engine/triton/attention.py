@@ -1,14 +1,17 @@
-"""The middle layers: full attention inside every prefix, for all prefixes in one launch per class of lengths.
+"""The middle layers: full attention inside every prefix, for all prefixes in one launch per class
+of lengths.
 
-With `free`, a decoder's: key j is seen by query i if j <= max(i, free - 1); free = 0 is causal, more lets the first tokens see
-each other, as many in every prefix or a number for each.
+With `free`, a decoder's: key j is seen by query i if j <= max(i, free - 1); free = 0 is causal,
+more lets the first tokens see each other, as many in every prefix or a number for each.
 
-Defined by `plain_prefix_attention`. Prefixes of up to `whole` rows fit one tile: a program holds all scores of one head of one
-prefix, goes from head to head while the next one's rows are on their way, and its backward pass needs nothing but q, k, v and
-the gradient. Longer ones stream over tiles of keys with a running maximum, and their backward pass is two kernels: one owns
-keys, one owns queries. No atomics: one program writes each output.
+Defined by `plain_prefix_attention`. Prefixes of up to `whole` rows fit one tile: a program holds
+all scores of one head of one prefix, goes from head to head while the next one's rows are on their
+way, and its backward pass needs nothing but q, k, v and the gradient. Longer ones stream over tiles
+of keys with a running maximum, and their backward pass is two kernels: one owns keys, one owns
+queries. No atomics: one program writes each output.
 
-The bias of q, k, v is part of them already; its gradient is added up here, where the gradient's rows are at hand.
+The bias of q, k, v is part of them already; its gradient is added up here, where the gradient's
+rows are at hand.
 """
 
 from __future__ import annotations
@@ -25,13 +28,18 @@ from entp.engine.layout import Layout, Packing
 from entp.engine.triton.rows import KINDS, column_sums
 
 SHARED = 136 * 1024
-"""Bytes that one head's q, k, v and gradient of a tile and two matrices of its scores may take in shared memory."""
+"""Bytes that one head's q, k, v and gradient of a tile and two matrices of its scores may take in
+shared memory."""
 ALL, EACH = -1, -2
-"""What a kernel's FREE is where every key is seen, and where each prefix has a number of its own."""
+"""What a kernel's FREE is where every key is seen, and where each prefix has a number of its own.
+"""
 
 
-def plain_prefix_attention(qkv: Tensor, packing: Packing, heads: int, scale: float, free: int | Tensor | None = None) -> Tensor:
-    """(N, 3 D) to (N, D): softmax(scale q k^T) v inside each prefix, causal but for the first `free` if that is given.
+def plain_prefix_attention(
+    qkv: Tensor, packing: Packing, heads: int, scale: float, free: int | Tensor | None = None
+) -> Tensor:
+    """(N, 3 D) to (N, D): softmax(scale q k^T) v inside each prefix, causal but for the first
+    `free` if that is given.
 
     free: a number, or (M,) one for each prefix in packed order.
     """
@@ -39,7 +47,9 @@ def plain_prefix_attention(qkv: Tensor, packing: Packing, heads: int, scale: flo
     frees = [free] * len(packing.groups)
     if isinstance(free, Tensor):
         frees = list(free[:, None, None, None].split([count for _, count in packing.groups]))
-    for (m, count), first, part in zip(packing.groups, frees, qkv.split(packing.row_counts), strict=True):
+    for (m, count), first, part in zip(
+        packing.groups, frees, qkv.split(packing.row_counts), strict=True
+    ):
         q, k, v = part.view(count, m, 3, heads, -1).permute(2, 0, 3, 1, 4)
         index = torch.arange(m, device=qkv.device)
         hidden = index[None] > index[:, None].clamp(min=m if first is None else first - 1)
@@ -60,7 +70,8 @@ class _Class:
 
 
 def whole(size: int, kind: torch.dtype) -> int:
-    """Longest prefix that is one tile, for heads of this size: 128 for heads of 64 in half precision."""
+    """Longest prefix that is one tile, for heads of this size: 128 for heads of 64 in half
+    precision."""
     tile = 128
     while tile > 16 and (4 * tile * _padded(size) + 2 * tile * tile) * kind.itemsize > SHARED:
         tile //= 2
@@ -99,12 +110,17 @@ def _part(qkv, rows, real, part, h, H, d, DP: tl.constexpr):
 def _rows_of(out, rows, real, h, H, d, DP: tl.constexpr):
     """Rows of head h of a matrix of H d columns."""
     e = tl.arange(0, DP)
-    return tl.load(out + rows[:, None] * (H * d) + (h * d + e)[None, :], mask=real[:, None] & (e < d)[None, :], other=0.0)
+    return tl.load(
+        out + rows[:, None] * (H * d) + (h * d + e)[None, :],
+        mask=real[:, None] & (e < d)[None, :],
+        other=0.0,
+    )
 
 
 @triton.jit
 def _seen(rows, keys, start, end, free, p, FREE: tl.constexpr):
-    """Which keys the queries at `rows` of prefix p see: all of it, or none after themselves but the first ones.
+    """Which keys the queries at `rows` of prefix p see: all of it, or none after themselves but the
+    first ones.
 
     FREE: how many those are; -2: what `free` has for the prefix; -1: all keys are seen.
     """
@@ -119,7 +135,9 @@ def _seen(rows, keys, start, end, free, p, FREE: tl.constexpr):
 @triton.jit
 def _softmax(q, k, seen, SCALE: tl.constexpr, WIDE: tl.constexpr):
     """Attention of queries to all keys of a prefix that they see."""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=WIDE) * (SCALE * 1.4426950408889634)  # exp(x) is 2^(x / log 2)
+    s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=WIDE) * (
+        SCALE * 1.4426950408889634
+    )  # exp(x) is 2^(x / log 2)
     s = tl.where(seen, s, float("-inf"))
     weight = tl.exp2(s - tl.max(s, 1)[:, None])
     return weight * (1.0 / tl.sum(weight, 1))[:, None]
@@ -135,7 +153,9 @@ def _attention_forward_whole(
     start, end = tl.load(starts + p).to(tl.int64), tl.load(ends + p).to(tl.int64)
     keys, e = start + tl.arange(0, TILE), tl.arange(0, DP)
     real = keys < end
-    for h in tl.range(tl.program_id(1) * GROUP, tl.minimum(H, tl.program_id(1) * GROUP + GROUP), num_stages=STAGES):
+    for h in tl.range(
+        tl.program_id(1) * GROUP, tl.minimum(H, tl.program_id(1) * GROUP + GROUP), num_stages=STAGES
+    ):
         k, v = _part(qkv, keys, real, 1, h, H, d, DP), _part(qkv, keys, real, 2, h, H, d, DP)
         for first in tl.static_range(0, TILE, QUERIES):
             rows = start + first + tl.arange(0, QUERIES)
@@ -143,7 +163,11 @@ def _attention_forward_whole(
             weight = _softmax(q, k, _seen(rows, keys, start, end, free, p, FREE), SCALE, WIDE)
             acc = tl.dot(weight.to(v.dtype), v, input_precision="ieee", out_dtype=WIDE)
             at = rows[:, None] * (H * d) + (h * d + e)[None, :]
-            tl.store(out + at, acc.to(out.dtype.element_ty), mask=(rows < end)[:, None] & (e < d)[None, :])
+            tl.store(
+                out + at,
+                acc.to(out.dtype.element_ty),
+                mask=(rows < end)[:, None] & (e < d)[None, :],
+            )
 
 
 @triton.jit(do_not_specialize=["P0", "H"])
@@ -163,16 +187,25 @@ def _attention_forward(
         acc = tl.zeros((TILE, DP), WIDE)
         for base in range(start, end, TILE):
             keys = base + tl.arange(0, TILE)
-            k, v = _part(qkv, keys, keys < end, 1, h, H, d, DP), _part(qkv, keys, keys < end, 2, h, H, d, DP)
+            k, v = (
+                _part(qkv, keys, keys < end, 1, h, H, d, DP),
+                _part(qkv, keys, keys < end, 2, h, H, d, DP),
+            )
             s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=WIDE) * SCALE
             s = tl.where(_seen(rows, keys, start, end, free, p, FREE), s, float("-inf"))
             higher = tl.maximum(top, tl.max(s, 1))
             weight = tl.exp(s - higher[:, None])
             decay = tl.exp(top - higher)
             total, top = total * decay + tl.sum(weight, 1), higher
-            acc = acc * decay[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee", out_dtype=WIDE)
+            acc = acc * decay[:, None] + tl.dot(
+                weight.to(v.dtype), v, input_precision="ieee", out_dtype=WIDE
+            )
         at = rows[:, None] * (H * d) + (h * d + e)[None, :]
-        tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=(rows < end)[:, None] & (e < d)[None, :])
+        tl.store(
+            out + at,
+            (acc / total[:, None]).to(out.dtype.element_ty),
+            mask=(rows < end)[:, None] & (e < d)[None, :],
+        )
         tl.store(lse + rows * H + h, top + tl.log(total), mask=rows < end)
 
 
@@ -201,13 +234,19 @@ def _attention_backward_whole(
     start, end = tl.load(starts + p).to(tl.int64), tl.load(ends + p).to(tl.int64)
     keys = start + tl.arange(0, TILE)
     real = keys < end
-    for h in tl.range(tl.program_id(1) * GROUP, tl.minimum(H, tl.program_id(1) * GROUP + GROUP), num_stages=STAGES):
+    for h in tl.range(
+        tl.program_id(1) * GROUP, tl.minimum(H, tl.program_id(1) * GROUP + GROUP), num_stages=STAGES
+    ):
         k, v = _part(qkv, keys, real, 1, h, H, d, DP), _part(qkv, keys, real, 2, h, H, d, DP)
         q, g = _part(qkv, keys, real, 0, h, H, d, DP), _rows_of(grad, keys, real, h, H, d, DP)
         seen = _seen(keys, keys, start, end, free, p, FREE)
-        weight = _softmax(q, k, seen, SCALE, WIDE)  # rows past the end have g = 0 and q = 0: they add nothing
+        weight = _softmax(
+            q, k, seen, SCALE, WIDE
+        )  # rows past the end have g = 0 and q = 0: they add nothing
         dv = tl.dot(tl.trans(weight.to(g.dtype)), g, input_precision="ieee", out_dtype=WIDE)
-        _store_part(dqkv, dv, keys, real, 2, h, H, d, DP)  # each as soon as it is there: registers are what is short
+        _store_part(
+            dqkv, dv, keys, real, 2, h, H, d, DP
+        )  # each as soon as it is there: registers are what is short
         _store_share(share, tl.sum(dv, 0), 2, p, h, H, d, DP)
         dp = tl.dot(g, tl.trans(v), input_precision="ieee", out_dtype=WIDE)
         ds = (weight * (dp - tl.sum(weight * dp, 1)[:, None]) * SCALE).to(q.dtype)
@@ -220,11 +259,30 @@ def _attention_backward_whole(
 
 
 @triton.jit
-def _weights(q, k, rows, keys, start, end, free, p, lse, h, H, SCALE: tl.constexpr, WIDE: tl.constexpr, FREE: tl.constexpr):
+def _weights(
+    q,
+    k,
+    rows,
+    keys,
+    start,
+    end,
+    free,
+    p,
+    lse,
+    h,
+    H,
+    SCALE: tl.constexpr,
+    WIDE: tl.constexpr,
+    FREE: tl.constexpr,
+):
     """Attention of the queries at `rows` to the keys at `keys`, from their log-sum-exp."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=WIDE) * SCALE
     z = tl.load(lse + rows * H + h, mask=rows < end, other=0.0)
-    return tl.where((rows < end)[:, None] & _seen(rows, keys, start, end, free, p, FREE), tl.exp(s - z[:, None]), 0.0)
+    return tl.where(
+        (rows < end)[:, None] & _seen(rows, keys, start, end, free, p, FREE),
+        tl.exp(s - z[:, None]),
+        0.0,
+    )
 
 
 @triton.jit(do_not_specialize=["P0", "TILES", "H"])
@@ -237,14 +295,24 @@ def _attention_backward_queries(
     start, end = tl.load(starts + p).to(tl.int64), tl.load(ends + p).to(tl.int64)
     rows = start + tile * TILE + tl.arange(0, TILE)
     if start + tile * TILE < end:
-        q, g = _part(qkv, rows, rows < end, 0, h, H, d, DP), _rows_of(grad, rows, rows < end, h, H, d, DP)
+        q, g = (
+            _part(qkv, rows, rows < end, 0, h, H, d, DP),
+            _rows_of(grad, rows, rows < end, h, H, d, DP),
+        )
         inner = tl.load(delta + rows * H + h, mask=rows < end, other=0.0)
         dq = tl.zeros((TILE, DP), WIDE)
         for base in range(start, end, TILE):
             keys = base + tl.arange(0, TILE)
-            k, v = _part(qkv, keys, keys < end, 1, h, H, d, DP), _part(qkv, keys, keys < end, 2, h, H, d, DP)
+            k, v = (
+                _part(qkv, keys, keys < end, 1, h, H, d, DP),
+                _part(qkv, keys, keys < end, 2, h, H, d, DP),
+            )
             weight = _weights(q, k, rows, keys, start, end, free, p, lse, h, H, SCALE, WIDE, FREE)
-            ds = weight * (tl.dot(g, tl.trans(v), input_precision="ieee", out_dtype=WIDE) - inner[:, None]) * SCALE
+            ds = (
+                weight
+                * (tl.dot(g, tl.trans(v), input_precision="ieee", out_dtype=WIDE) - inner[:, None])
+                * SCALE
+            )
             dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee", out_dtype=WIDE)
         _store_part(dqkv, dq, rows, rows < end, 0, h, H, d, DP)
         _store_share(share, tl.sum(dq, 0), 0, P0 + tl.program_id(0) * TILES + tile, h, H, d, DP)
@@ -260,15 +328,25 @@ def _attention_backward_keys(
     start, end = tl.load(starts + p).to(tl.int64), tl.load(ends + p).to(tl.int64)
     keys = start + tile * TILE + tl.arange(0, TILE)
     if start + tile * TILE < end:
-        k, v = _part(qkv, keys, keys < end, 1, h, H, d, DP), _part(qkv, keys, keys < end, 2, h, H, d, DP)
+        k, v = (
+            _part(qkv, keys, keys < end, 1, h, H, d, DP),
+            _part(qkv, keys, keys < end, 2, h, H, d, DP),
+        )
         dk, dv = tl.zeros((TILE, DP), WIDE), tl.zeros((TILE, DP), WIDE)
         for base in range(start, end, TILE):
             rows = base + tl.arange(0, TILE)
-            q, g = _part(qkv, rows, rows < end, 0, h, H, d, DP), _rows_of(grad, rows, rows < end, h, H, d, DP)
+            q, g = (
+                _part(qkv, rows, rows < end, 0, h, H, d, DP),
+                _rows_of(grad, rows, rows < end, h, H, d, DP),
+            )
             inner = tl.load(delta + rows * H + h, mask=rows < end, other=0.0)
             weight = _weights(q, k, rows, keys, start, end, free, p, lse, h, H, SCALE, WIDE, FREE)
             dv += tl.dot(tl.trans(weight.to(g.dtype)), g, input_precision="ieee", out_dtype=WIDE)
-            ds = weight * (tl.dot(g, tl.trans(v), input_precision="ieee", out_dtype=WIDE) - inner[:, None]) * SCALE
+            ds = (
+                weight
+                * (tl.dot(g, tl.trans(v), input_precision="ieee", out_dtype=WIDE) - inner[:, None])
+                * SCALE
+            )
             dk += tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision="ieee", out_dtype=WIDE)
         slot = P0 + tl.program_id(0) * TILES + tile
         _store_part(dqkv, dk, keys, keys < end, 1, h, H, d, DP)
@@ -278,9 +356,15 @@ def _attention_backward_keys(
 
 
 def prefix_attention(
-    qkv: Tensor, bias: Tensor, packing: Layout, heads: int, scale: float, free: int | Tensor | None = None
+    qkv: Tensor,
+    bias: Tensor,
+    packing: Layout,
+    heads: int,
+    scale: float,
+    free: int | Tensor | None = None,
 ) -> Tensor:
-    """As plain_prefix_attention; `bias`, in fp32 or float64, is what was added to qkv: it only gets its gradient."""
+    """As plain_prefix_attention; `bias`, in fp32 or float64, is what was added to qkv: it only gets
+    its gradient."""
     return _PrefixAttention.apply(qkv, bias, packing, heads, scale, free)
 
 
@@ -303,10 +387,19 @@ class _PrefixAttention(torch.autograd.Function):
             if c.tiles == 1:
                 group = _heads_together(c, heads)
                 _attention_forward_whole[(c.count, triton.cdiv(heads, group))](
-                    qkv, *where, c.first, heads, size, group, **ctx.fixed, **_whole(c.tile, qkv.dtype)
+                    qkv,
+                    *where,
+                    c.first,
+                    heads,
+                    size,
+                    group,
+                    **ctx.fixed,
+                    **_whole(c.tile, qkv.dtype),
                 )
             else:
-                _attention_forward[(c.count, heads, c.tiles)](qkv, *where, lse, c.first, heads, size, TILE=c.tile, **ctx.fixed)
+                _attention_forward[(c.count, heads, c.tiles)](
+                    qkv, *where, lse, c.first, heads, size, TILE=c.tile, **ctx.fixed
+                )
         ctx.save_for_backward(qkv, lse, each, *([out] if long else []))
         ctx.packing, ctx.heads = packing, heads
         return out
@@ -318,8 +411,12 @@ class _PrefixAttention(torch.autograd.Function):
         heads, grad, wide = ctx.heads, grad.contiguous(), lse.dtype
         size = qkv.shape[1] // (3 * heads)
         dqkv = torch.empty_like(qkv)
-        make = torch.zeros if out else torch.empty  # tiles past the end of a long prefix write nothing
-        share = make(sum(c.count * c.tiles for c in ctx.classes), qkv.shape[1], dtype=wide, device=qkv.device)
+        make = (
+            torch.zeros if out else torch.empty
+        )  # tiles past the end of a long prefix write nothing
+        share = make(
+            sum(c.count * c.tiles for c in ctx.classes), qkv.shape[1], dtype=wide, device=qkv.device
+        )
         for c in ctx.classes:
             where = (qkv, ctx.packing.starts, ctx.packing.ends, each, grad)
             if c.tiles == 1:
@@ -336,14 +433,21 @@ class _PrefixAttention(torch.autograd.Function):
 
 
 def _heads_together(c: _Class, heads: int) -> int:
-    """Heads that one program goes through: all, unless there are too few prefixes to fill the device."""
+    """Heads that one program goes through: all, unless there are too few prefixes to fill the
+    device."""
     return heads if c.count * heads >= 4096 else 1
 
 
 def _whole(tile: int, kind: torch.dtype, *, backward: bool = False) -> dict[str, int]:
-    """The tile, loads in flight, warps and (forward) queries at a time for prefixes of one tile, as measured on an H200."""
+    """The tile, loads in flight, warps and (forward) queries at a time for prefixes of one tile, as
+    measured on an H200."""
     half = kind.itemsize == 2
     if backward:
         warps = {128: 8, 64: 4}.get(tile, 2)
         return {"TILE": tile, "STAGES": min(3, 256 // tile) if half else 1, "num_warps": warps}
-    return {"TILE": tile, "QUERIES": min(64, tile), "STAGES": 2 if half else 1, "num_warps": 4 if tile >= 64 else 2}
+    return {
+        "TILE": tile,
+        "QUERIES": min(64, tile),
+        "STAGES": 2 if half else 1,
+        "num_warps": 4 if tile >= 64 else 2,
+    }

@@ -1,7 +1,8 @@
 """Token and position vectors, with a backward pass that neither sorts nor uses atomics.
 
-Defined by the model's own `embed`. torch adds up the gradients of equal tokens by sorting them, which is a dozen launches:
-for a small vocabulary, one program per token id that looks for its own is faster.
+Defined by the model's own `embed`. torch adds up the gradients of equal tokens by sorting them,
+which is a dozen launches: for a small vocabulary, one program per token id that looks for its own
+is faster.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _token_gradients(ids, grad, out, N, D, PART: tl.constexpr, R: tl.constexpr, 
 
 def embed(model: Any, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
     """As model.embed(x, position_ids)."""
-    kind = model.config.position
+    kind = model.config.position_embedding
     small = plain_embedding(model) and model.tokens.num_embeddings <= LARGEST
     if small and kind == "learned" and position_ids is None:
         return _Embed.apply(x, model.tokens.weight, model.positions)
@@ -66,7 +67,9 @@ class _Embed(torch.autograd.Function):
         parts = triton.cdiv(x.numel(), PART)
         shares = grad.new_empty(parts, vocabulary, width)
         grid = (vocabulary, triton.cdiv(width, 32), parts)
-        _token_gradients[grid](x.contiguous(), grad, shares, x.numel(), width, PART, 512, 32, num_warps=4)
+        _token_gradients[grid](
+            x.contiguous(), grad, shares, x.numel(), width, PART, 512, 32, num_warps=4
+        )
         d_tokens = shares[0] if parts == 1 else shares.sum(0)
         if not longest:
             return None, d_tokens, None

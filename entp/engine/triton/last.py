@@ -1,11 +1,13 @@
-"""The last layer's attention: one query per prefix and head over the prefix's rows, which are keys and values at once.
+"""The last layer's attention: one query per prefix and head over the prefix's rows, which are keys
+and values at once.
 
-Defined by `packed.query_attention`. With s = scale x q, a = softmax(s) inside each prefix, c = a^T x and dc the gradient of c:
+Defined by `packed.query_attention`. With s = scale x q, a = softmax(s) inside each prefix, c = a^T
+x and dc the gradient of c:
 
     ds = a (x dc - dc c)      dq = scale ds^T x      dx = a dc + scale ds q
 
-A program owns a prefix and reads its rows once, all heads together. No atomics. `LastAttention` puts the matrix products
-around it, by hand: autograd would take four times as many launches.
+A program owns a prefix and reads its rows once, all heads together. No atomics. `LastAttention`
+puts the matrix products around it, by hand: autograd would take four times as many launches.
 """
 
 from __future__ import annotations
@@ -25,7 +27,19 @@ from entp.engine.triton.rows import column_sums, fold, fold_backward
 
 @triton.jit(do_not_specialize=["M", "H"])
 def _query_forward(
-    x, q, starts, ends, out, lse, M, D, H, SCALE: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr
+    x,
+    q,
+    starts,
+    ends,
+    out,
+    lse,
+    M,
+    D,
+    H,
+    SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DP: tl.constexpr,
+    HP: tl.constexpr,
 ):
     p = tl.program_id(0).to(tl.int64)
     start, end = tl.load(starts + p).to(tl.int64), tl.load(ends + p).to(tl.int64)
@@ -39,13 +53,19 @@ def _query_forward(
     acc = tl.zeros((HP, DP), wide)
     for base in range(start, end, ROWS):
         rows = base + tl.arange(0, ROWS)
-        xt = tl.load(x + rows[:, None] * D + cols[None, :], mask=(rows < end)[:, None] & (cols < D)[None, :], other=0.0)
+        xt = tl.load(
+            x + rows[:, None] * D + cols[None, :],
+            mask=(rows < end)[:, None] & (cols < D)[None, :],
+            other=0.0,
+        )
         s = tl.dot(qt, tl.trans(xt), input_precision="ieee", out_dtype=wide) * SCALE
         s = tl.where((rows < end)[None, :], s, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1))
         weight, decay = tl.exp(s - higher[:, None]), tl.exp(top - higher)
         total, top = total * decay + tl.sum(weight, 1), higher
-        acc = acc * decay[:, None] + tl.dot(weight.to(xt.dtype), xt, input_precision="ieee", out_dtype=wide)
+        acc = acc * decay[:, None] + tl.dot(
+            weight.to(xt.dtype), xt, input_precision="ieee", out_dtype=wide
+        )
     tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=seen)
     tl.store(lse + heads * M + p, top + tl.log(total), mask=heads < H)
 
@@ -80,24 +100,51 @@ def _query_backward(
     tl.store(dq + at, acc.to(dq.dtype.element_ty), mask=seen)
 
 
-def query_forward(x_ND: Tensor, q_HMD: Tensor, packing: Layout, scale: float, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Contexts (H, M, D) as packed.query_attention (there with heads second and scaled queries), and log-sum-exps (H, M)."""
+def query_forward(
+    x_ND: Tensor, q_HMD: Tensor, packing: Layout, scale: float, wide: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Contexts (H, M, D) as packed.query_attention (there with heads second and scaled queries),
+    and log-sum-exps (H, M)."""
     heads, count, width = q_HMD.shape
-    context, lse = torch.empty_like(q_HMD), torch.empty(heads, count, dtype=wide, device=q_HMD.device)
+    context, lse = (
+        torch.empty_like(q_HMD),
+        torch.empty(heads, count, dtype=wide, device=q_HMD.device),
+    )
     tiles = _tiles(width, heads, backward=False)
-    _query_forward[(count,)](x_ND, q_HMD, packing.starts, packing.ends, context, lse, count, width, heads, scale, **tiles)
+    _query_forward[(count,)](
+        x_ND, q_HMD, packing.starts, packing.ends, context, lse, count, width, heads, scale, **tiles
+    )
     return context, lse
 
 
 def query_backward(
-    x_ND: Tensor, q_HMD: Tensor, packing: Layout, scale: float, lse: Tensor, context: Tensor, grad: Tensor
+    x_ND: Tensor,
+    q_HMD: Tensor,
+    packing: Layout,
+    scale: float,
+    lse: Tensor,
+    context: Tensor,
+    grad: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the rows (N, D) and the queries (H, M, D)."""
     heads, count, width = q_HMD.shape
     dx, dq = torch.empty_like(x_ND), torch.empty_like(q_HMD)
     tiles = _tiles(width, heads, backward=True)
     _query_backward[(count,)](
-        x_ND, q_HMD, packing.starts, packing.ends, lse, context, grad, dx, dq, count, width, heads, scale, **tiles
+        x_ND,
+        q_HMD,
+        packing.starts,
+        packing.ends,
+        lse,
+        context,
+        grad,
+        dx,
+        dq,
+        count,
+        width,
+        heads,
+        scale,
+        **tiles,
     )
     return dx, dq
 
@@ -106,15 +153,22 @@ def _tiles(width: int, heads: int, *, backward: bool) -> dict[str, int]:
     """Tiles and warps as measured on an H200: the backward pass holds twice as much."""
     padded = max(16, triton.next_power_of_2(width))
     warps = min(4, max(1, padded // 256)) * (2 if backward else 1)
-    return {"ROWS": 16, "DP": padded, "HP": max(16, triton.next_power_of_2(heads)), "num_warps": min(4, warps), "num_stages": 2}
+    return {
+        "ROWS": 16,
+        "DP": padded,
+        "HP": max(16, triton.next_power_of_2(heads)),
+        "num_warps": min(4, warps),
+        "num_stages": 2,
+    }
 
 
 class LastAttention(torch.autograd.Function):
     """Attended rows (M, D), before the output projection.
 
-    Takes the normed rows x (N, D), those at the end of each prefix (M, D), the q, k, v matrix and bias, the norm's gain and
-    shift (or None), the packing, the number of heads and the scale. Per head, q k_i = (W_K^T q) x_i + a constant, which
-    softmax ignores, and sum_i a_i v_i = W_V (sum_i a_i x_i) + b_V: keys and values of the N rows are never computed.
+    Takes the normed rows x (N, D), those at the end of each prefix (M, D), the q, k, v matrix and
+    bias, the norm's gain and shift (or None), the packing, the number of heads and the scale. Per
+    head, q k_i = (W_K^T q) x_i + a constant, which softmax ignores, and sum_i a_i v_i = W_V (sum_i
+    a_i x_i) + b_V: keys and values of the N rows are never computed.
     """
 
     @staticmethod
@@ -131,7 +185,9 @@ class LastAttention(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         count, width = last.shape
-        half, folded = (w.to(x.dtype), bias) if gain is None else fold(w, bias, gain, shift, x.dtype)  # type: ignore[arg-type]
+        half, folded = (
+            (w.to(x.dtype), bias) if gain is None else fold(w, bias, gain, shift, x.dtype)
+        )  # type: ignore[arg-type]
         _, w_k, w_v = half.view(3, heads, -1, width)
         b_q, _, b_v = folded.to(x.dtype).view(3, heads, 1, -1)
         q = torch.addmm(b_q.flatten(), last, half[:width].T)
@@ -149,7 +205,9 @@ class LastAttention(torch.autograd.Function):
         _, w_k, w_v = half.view(3, heads, -1, width)
         grad = grad.contiguous()
         g, kind = _by_head(grad, heads), w.dtype
-        dx, d_absorbed = query_backward(x, absorbed, ctx.packing, ctx.scale, lse, context, torch.bmm(g, w_v))
+        dx, d_absorbed = query_backward(
+            x, absorbed, ctx.packing, ctx.scale, lse, context, torch.bmm(g, w_v)
+        )
         dq = torch.bmm(d_absorbed, w_k.mT).transpose(0, 1).reshape(q.shape)
         dw_k, dw_v = _outer(_by_head(q, heads), d_absorbed, kind), _outer(g, context, kind)
         dw = torch.cat([weight_gradient(dq, last, kind), dw_k.flatten(0, 1), dw_v.flatten(0, 1)])

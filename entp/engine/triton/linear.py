@@ -1,7 +1,9 @@
-"""Matrix products on packed rows: inputs and outputs in half precision, gradients of the weights added up in fp32.
+"""Matrix products on packed rows: inputs and outputs in half precision, gradients of the weights
+added up in fp32.
 
 `linear` is x W^T; `norm_linear` is the same with the gain and shift of the norm before it folded in (see rows.py). The kernel
-that reads a product returns the gradient of its bias, and adds the bias too unless the product has it already.
+that reads a product returns the gradient of its bias, and adds the bias too unless the product has
+it already.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from entp.engine.cublaslt import product
+from entp.engine.triton.cublaslt import product
 from entp.engine.triton.rows import fold, fold_backward
 
 
@@ -19,8 +21,11 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
     return _Linear.apply(x, w, None)
 
 
-def norm_linear(x: Tensor, layer: nn.Linear, norm: nn.Module, *, add: bool = False) -> tuple[Tensor, Tensor]:
-    """layer(norm(.)) for rows x that are normed but for gain and shift, with its bias only if `add`; and that bias."""
+def norm_linear(
+    x: Tensor, layer: nn.Linear, norm: nn.Module, *, add: bool = False
+) -> tuple[Tensor, Tensor]:
+    """layer(norm(.)) for rows x that are normed but for gain and shift, with its bias only if
+    `add`; and that bias."""
     bias, (gain, shift) = bias_of(layer), gain_and_shift(norm)
     if gain is None:
         return _Linear.apply(x, layer.weight, bias if add else None), bias
@@ -33,7 +38,8 @@ def bias_of(layer: nn.Linear) -> Tensor:
 
 
 def gain_and_shift(norm: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    """What a norm multiplies rows by and adds to them, zeros if it adds nothing; None, None if it does neither."""
+    """What a norm multiplies rows by and adds to them, zeros if it adds nothing; None, None if it
+    does neither."""
     gain, shift = getattr(norm, "weight", None), getattr(norm, "bias", None)
     if gain is not None and shift is None:
         shift = torch.zeros_like(gain)
@@ -65,15 +71,21 @@ class _Linear(torch.autograd.Function):
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, bias: Tensor, gain: Tensor, shift: Tensor, add: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx, x: Tensor, w: Tensor, bias: Tensor, gain: Tensor, shift: Tensor, add: bool
+    ) -> tuple[Tensor, Tensor]:
         half, folded = fold(w, bias, gain, shift, x.dtype)
         ctx.save_for_backward(x, half, w, gain, shift)
         return product(x, half, folded.to(x.dtype) if add else None), folded
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor, d_bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, None]:
+    def backward(
+        ctx, grad: Tensor, d_bias: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, None]:
         x, half, w, gain, shift = ctx.saved_tensors
         grad = grad.contiguous()
-        dw, d_gain, d_shift = fold_backward(weight_gradient(grad, x, w.dtype), d_bias, w, gain, shift)
+        dw, d_gain, d_shift = fold_backward(
+            weight_gradient(grad, x, w.dtype), d_bias, w, gain, shift
+        )
         return product(grad, half, plain=True), dw, d_bias, d_gain, d_shift, None

@@ -1,8 +1,9 @@
 """The second half of an MLP: bias and activation in one pass over the rows, then the product.
 
-Defined by `plain_activated_linear`. The kernel that passes back through the activation also adds up the bias's gradient, and on
-request makes the activations again, which the product's gradient needs: a quarter more bytes in that pass, and of what a layer
-keeps for its backward pass two sevenths less.
+Defined by `plain_activated_linear`. The kernel that passes back through the activation also adds up
+the bias's gradient, and on request makes the activations again, which the product's gradient needs:
+a quarter more bytes in that pass, and of what a layer keeps for its backward pass two sevenths
+less.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from entp.engine.cublaslt import product
+from entp.engine.triton.cublaslt import product
 from entp.engine.triton.linear import weight_gradient
 from entp.engine.triton.rows import KINDS, column_sums, shares
 
@@ -39,11 +40,19 @@ def _gate(u, KIND: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["N"])
-def _activate(u, bias, out, N, K, WIDE: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    rows, cols = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.program_id(1) * C + tl.arange(0, C)
+def _activate(
+    u, bias, out, N, K, WIDE: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):
+    rows, cols = (
+        tl.program_id(0).to(tl.int64) * R + tl.arange(0, R),
+        tl.program_id(1) * C + tl.arange(0, C),
+    )
     inside = (rows < N)[:, None] & (cols < K)[None, :]
     at = rows[:, None] * K + cols[None, :]
-    value = tl.load(u + at, mask=inside, other=0.0).to(WIDE) + tl.load(bias + cols, mask=cols < K, other=0.0).to(WIDE)[None, :]
+    value = (
+        tl.load(u + at, mask=inside, other=0.0).to(WIDE)
+        + tl.load(bias + cols, mask=cols < K, other=0.0).to(WIDE)[None, :]
+    )
     value = value * _gate(value, KIND) if KIND else tl.maximum(value, 0.0)
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
@@ -82,7 +91,8 @@ def _activate_backward(
 
 
 def activated_linear(u: Tensor, bias: Tensor, w: Tensor, kind: int, *, keep: bool) -> Tensor:
-    """As plain_activated_linear, in u's type; the activations are kept for the backward pass, or made again there."""
+    """As plain_activated_linear, in u's type; the activations are kept for the backward pass, or
+    made again there."""
     return _ActivatedLinear.apply(u, bias, w, int(kind), keep)
 
 
@@ -106,12 +116,20 @@ class _ActivatedLinear(torch.autograd.Function):
         du, g, a = torch.empty_like(u), product(grad, half, plain=True), kept[0] if kept else None
         tile = _backward_tile(u.shape[1], u.dtype)
         across = triton.cdiv(u.shape[1], tile["C"])
-        per, programs = shares(triton.cdiv(u.shape[0], tile["R"]), triton.cdiv(_programs(u.shape[1]), across))
+        per, programs = shares(
+            triton.cdiv(u.shape[0], tile["R"]), triton.cdiv(_programs(u.shape[1]), across)
+        )
         db = bias.new_empty(programs, u.shape[1])
         _activate_backward[(programs, across)](
             u, bias, g, du, db, *u.shape, per, KINDS[bias.dtype], ctx.activation, a is None, **tile
         )  # fmt: skip
-        return du, column_sums(db, db.dtype), weight_gradient(grad, g if a is None else a, ctx.kind), None, None
+        return (
+            du,
+            column_sums(db, db.dtype),
+            weight_gradient(grad, g if a is None else a, ctx.kind),
+            None,
+            None,
+        )
 
 
 def _columns(width: int) -> int:

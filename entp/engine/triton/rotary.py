@@ -1,10 +1,13 @@
-"""Rotary positions: queries and keys turned in place, between the product that makes them and attention.
+"""Rotary positions: queries and keys turned in place, between the product that makes them and
+attention.
 
-Defined by `plain_rotate`. Feature e of a head turns together with feature e + d / 2. The angles come as a table of cosines and
-sines, made by the model's own rotary module, and an index that says which row of it each row of q, k, v takes.
+Defined by `plain_rotate`. Feature e of a head turns together with feature e + d / 2. The angles
+come as a table of cosines and sines, made by the model's own rotary module, and an index that says
+which row of it each row of q, k, v takes.
 
-The gradient of the bias of q, k, v is added up where their gradient stands before it is turned back; so the kernel that turns
-it back adds up the shares of q and k anew. Those of v are right as they come.
+The gradient of the bias of q, k, v is added up where their gradient stands before it is turned
+back; so the kernel that turns it back adds up the shares of q and k anew. Those of v are right as
+they come.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ def plain_rotate(qkv_NK: Tensor, rotation: Rotation, heads: int) -> Tensor:
 def _rotate(
     x, cos, sin, index, sums, N, D, HALF, PER, BACK: tl.constexpr, R: tl.constexpr, DP: tl.constexpr
 ):  # fmt: skip
-    """PER tiles of R rows, each with the D pairs of features of q and k. BACK: turn back, and add up columns."""
+    """PER tiles of R rows, each with the D pairs of features of q and k. BACK: turn back, and add
+    up columns."""
     pairs = tl.arange(0, DP)
     e = pairs % HALF
     first = (pairs // HALF) * (2 * HALF) + e
@@ -55,8 +59,13 @@ def _rotate(
         rows = (tile * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * R + tl.arange(0, R)
         inside = (rows < N)[:, None] & (pairs < D)[None, :]
         at = rows[:, None] * (3 * D) + first[None, :]
-        angle = tl.load(index + rows, mask=rows < N, other=0).to(tl.int64)[:, None] * HALF + e[None, :]
-        c, s = tl.load(cos + angle, mask=inside, other=0.0), tl.load(sin + angle, mask=inside, other=0.0)
+        angle = (
+            tl.load(index + rows, mask=rows < N, other=0).to(tl.int64)[:, None] * HALF + e[None, :]
+        )
+        c, s = (
+            tl.load(cos + angle, mask=inside, other=0.0),
+            tl.load(sin + angle, mask=inside, other=0.0),
+        )
         if BACK:
             s = -s
         one = tl.load(x + at, mask=inside, other=0.0).to(wide)
@@ -80,7 +89,9 @@ def rotate(qkv: Tensor, bias: Tensor, rotation: Rotation) -> tuple[Tensor, Tenso
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, qkv: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx, qkv: Tensor, bias: Tensor, cos: Tensor, sin: Tensor, index: Tensor
+    ) -> tuple[Tensor, Tensor]:
         _launch(qkv, cos, sin, index, back=False)
         ctx.mark_dirty(qkv)
         ctx.save_for_backward(cos, sin, index)
@@ -99,7 +110,13 @@ def _launch(qkv: Tensor, cos: Tensor, sin: Tensor, index: Tensor, *, back: bool)
     """Turns q and k of the rows in place; back: returns their columns' sums, in parts."""
     count, width = len(qkv), qkv.shape[1] // 3
     tile = _tile(width)
-    per, programs = shares(triton.cdiv(count, tile["R"]), PROGRAMS) if back else (1, triton.cdiv(count, tile["R"]))
+    per, programs = (
+        shares(triton.cdiv(count, tile["R"]), PROGRAMS)
+        if back
+        else (1, triton.cdiv(count, tile["R"]))
+    )
     sums = cos.new_empty(programs if back else 0, 2 * width)
-    _rotate[(programs,)](qkv, cos, sin, index, sums, count, width, cos.shape[1], per, BACK=back, **tile)
+    _rotate[(programs,)](
+        qkv, cos, sin, index, sums, count, width, cos.shape[1], per, BACK=back, **tile
+    )
     return sums

@@ -1,16 +1,20 @@
-"""What stands between the matrix products, one pass over the rows each: residual and norm, folding of the norm, column sums.
+"""What stands between the matrix products, one pass over the rows each: residual and norm, folding
+of the norm, column sums.
 
-A norm's gain and shift are not applied to rows but folded into the matrix that follows: with x of mean 0 and variance 1,
+A norm's gain and shift are not applied to rows but folded into the matrix that follows: with x of
+mean 0 and variance 1,
 
     W (gain x + shift) + b  =  (W gain) x + (b + W shift)
 
-so x is all that is kept of a norm, and the gradients of gain and shift come from the matrix's own. Biases are added by the
-kernel that reads a product, which also adds up their gradient. The plain functions that define the kernels come first.
+so x is all that is kept of a norm, and the gradients of gain and shift come from the matrix's own.
+Biases are added by the kernel that reads a product, which also adds up their gradient. The plain
+functions that define the kernels come first.
 
-The residual stream is fp32 on its way up; its gradient comes down in half precision, to which the matrix products would round
-it anyway (docs/engine.md, precision).
+The residual stream is fp32 on its way up; its gradient comes down in half precision, to which the
+matrix products would round it anyway (docs/engine.md, precision).
 
-Names: N rows, D width, K any width; `wide` is fp32 or float64, `half` what matrix products take: bf16, or the same as wide.
+Names: N rows, D width, K any width; `wide` is fp32 or float64, `half` what matrix products take:
+    bf16, or the same as wide.
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ from torch.autograd.function import once_differentiable
 from entp.engine.layout import Layout, Packing
 
 PROGRAMS = 528
-"""Programs that share the rows where columns are added up: four for each of an H200's multiprocessors."""
+"""Programs that share the rows where columns are added up: four for each of an H200's
+multiprocessors."""
 
 
 NONE, LAYER, RMS = 0, 1, 2
@@ -42,7 +47,8 @@ class Norm(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """The residual stream. Autograd gives a tensor's gradient the tensor's own type, so another tensor carries it."""
+    """The residual stream. Autograd gives a tensor's gradient the tensor's own type, so another
+    tensor carries it."""
 
     rows: Tensor
     """(N, D), wide. No gradient passes through it."""
@@ -63,14 +69,17 @@ def plain_norm(h_ND: Tensor, norm: Norm) -> Tensor:
     return (F.layer_norm if norm.kind == LAYER else F.rms_norm)(h_ND, h_ND.shape[-1:], eps=norm.eps)
 
 
-def plain_fold(w_KD: Tensor, bias_K: Tensor, gain_D: Tensor, shift_D: Tensor) -> tuple[Tensor, Tensor]:
+def plain_fold(
+    w_KD: Tensor, bias_K: Tensor, gain_D: Tensor, shift_D: Tensor
+) -> tuple[Tensor, Tensor]:
     """A matrix and bias that do to normed rows what w and bias do after gain and shift."""
     return w_KD * gain_D, bias_K + w_KD @ shift_D
 
 
 @triton.jit
 def _normed(value, inside, D, eps, NORM: tl.constexpr):
-    """Rows with mean square 1, for layer norm (NORM 1) also mean 0, and what they were multiplied by."""
+    """Rows with mean square 1, for layer norm (NORM 1) also mean 0, and what they were multiplied
+    by."""
     if NORM == 1:
         value = tl.where(inside, value - (tl.sum(value, 1) / D)[:, None], 0.0)
     r = 1.0 / tl.sqrt(tl.sum(value * value, 1) / D + eps)
@@ -91,7 +100,8 @@ def _add_norm(
     h, y, bias, index, h_out, x_out, last_out, r_out, N, D, EPS: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr,
     R: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """R rows. KIND 0: rows of h as they stand; 1: row n is h[index[n]]; 2: h_out and last_out take rows with index[n] >= 0."""
+    """R rows. KIND 0: rows of h as they stand; 1: row n is h[index[n]]; 2: h_out and last_out take
+    rows with index[n] >= 0."""
     rows, cols = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, DP)
     inside = (rows < N)[:, None] & (cols < D)[None, :]
     at = rows[:, None] * D + cols[None, :]
@@ -100,10 +110,15 @@ def _add_norm(
         source = tl.load(index + rows, mask=rows < N, other=0).to(tl.int64)
     wide = h.dtype.element_ty
     value = tl.load(h + source[:, None] * D + cols[None, :], mask=inside, other=0.0)
-    value += tl.load(y + at, mask=inside, other=0.0).to(wide) + tl.load(bias + cols, mask=cols < D, other=0.0).to(wide)[None, :]
+    value += (
+        tl.load(y + at, mask=inside, other=0.0).to(wide)
+        + tl.load(bias + cols, mask=cols < D, other=0.0).to(wide)[None, :]
+    )
     if KIND == 2:
         slot = tl.load(index + rows, mask=rows < N, other=-1).to(tl.int64)
-        tl.store(h_out + slot[:, None] * D + cols[None, :], value, mask=inside & (slot >= 0)[:, None])
+        tl.store(
+            h_out + slot[:, None] * D + cols[None, :], value, mask=inside & (slot >= 0)[:, None]
+        )
     else:
         tl.store(h_out + at, value, mask=inside)
     if NORM:
@@ -112,7 +127,9 @@ def _add_norm(
     value = value.to(x_out.dtype.element_ty)
     tl.store(x_out + at, value, mask=inside)
     if KIND == 2:
-        tl.store(last_out + slot[:, None] * D + cols[None, :], value, mask=inside & (slot >= 0)[:, None])
+        tl.store(
+            last_out + slot[:, None] * D + cols[None, :], value, mask=inside & (slot >= 0)[:, None]
+        )
 
 
 @triton.jit(do_not_specialize=["N", "PER"])
@@ -120,7 +137,8 @@ def _add_norm_backward(
     dh, dx, dlast, x, r_in, index, dh_out, db_out, N, D, PER, KIND: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr,
     R: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """PER tiles of R rows: the gradient of h and of y, which are the same, and this program's share of the bias's."""
+    """PER tiles of R rows: the gradient of h and of y, which are the same, and this program's share
+    of the bias's."""
     cols = tl.arange(0, DP)
     wide = db_out.dtype.element_ty
     total = tl.zeros((DP,), wide)
@@ -135,7 +153,11 @@ def _add_norm_backward(
             g += tl.load(dlast + there, mask=real, other=0.0).to(wide)
         if NORM:
             r = tl.load(r_in + rows, mask=rows < N, other=0.0)
-            g = tl.where(inside, _norm_gradient(g, tl.load(x + at, mask=inside, other=0.0).to(wide), r, D, NORM), 0.0)
+            g = tl.where(
+                inside,
+                _norm_gradient(g, tl.load(x + at, mask=inside, other=0.0).to(wide), r, D, NORM),
+                0.0,
+            )
         if KIND == 2:
             g += tl.load(dh + there, mask=real, other=0.0).to(wide)
         else:
@@ -147,7 +169,18 @@ def _add_norm_backward(
 
 @triton.jit(do_not_specialize=["T"])
 def _first_add_norm_backward(
-    dh, dx, x, r_in, row_of, dh_out, dy_out, T, D, NORM: tl.constexpr, R: tl.constexpr, DP: tl.constexpr
+    dh,
+    dx,
+    x,
+    r_in,
+    row_of,
+    dh_out,
+    dy_out,
+    T,
+    D,
+    NORM: tl.constexpr,
+    R: tl.constexpr,
+    DP: tl.constexpr,
 ):
     """One token of one sequence: its gradient is the sum over the prefixes it stands in."""
     token, cols = tl.program_id(0).to(tl.int64), tl.arange(0, DP)
@@ -163,7 +196,11 @@ def _first_add_norm_backward(
         g = tl.load(dx + at, mask=inside, other=0.0).to(wide)
         if NORM:
             r = tl.load(r_in + rows, mask=first >= 0, other=0.0)
-            g = tl.where(inside, _norm_gradient(g, tl.load(x + at, mask=inside, other=0.0).to(wide), r, D, NORM), 0.0)
+            g = tl.where(
+                inside,
+                _norm_gradient(g, tl.load(x + at, mask=inside, other=0.0).to(wide), r, D, NORM),
+                0.0,
+            )
         g += tl.load(dh + at, mask=inside, other=0.0).to(wide)
         tl.store(dy_out + at, g.to(dy_out.dtype.element_ty), mask=inside)
         total += g
@@ -176,9 +213,16 @@ def _fold(w, bias, gain, shift, w_out, b_out, K, D, R: tl.constexpr, DP: tl.cons
     inside = (rows < K)[:, None] & (cols < D)[None, :]
     at = rows[:, None] * D + cols[None, :]
     value = tl.load(w + at, mask=inside, other=0.0)
-    gains, shifts = tl.load(gain + cols, mask=cols < D, other=0.0), tl.load(shift + cols, mask=cols < D, other=0.0)
+    gains, shifts = (
+        tl.load(gain + cols, mask=cols < D, other=0.0),
+        tl.load(shift + cols, mask=cols < D, other=0.0),
+    )
     tl.store(w_out + at, (value * gains[None, :]).to(w_out.dtype.element_ty), mask=inside)
-    tl.store(b_out + rows, tl.load(bias + rows, mask=rows < K, other=0.0) + tl.sum(value * shifts[None, :], 1), mask=rows < K)
+    tl.store(
+        b_out + rows,
+        tl.load(bias + rows, mask=rows < K, other=0.0) + tl.sum(value * shifts[None, :], 1),
+        mask=rows < K,
+    )
 
 
 @triton.jit(do_not_specialize=["K"])
@@ -188,7 +232,10 @@ def _fold_backward(dw, db, w, gain, shift, dw_out, sums, K, D, R: tl.constexpr, 
     inside = (rows < K)[:, None] & (cols < D)[None, :]
     at = rows[:, None] * D + cols[None, :]
     g, weight = tl.load(dw + at, mask=inside, other=0.0), tl.load(w + at, mask=inside, other=0.0)
-    gains, shifts = tl.load(gain + cols, mask=cols < D, other=0.0), tl.load(shift + cols, mask=cols < D, other=0.0)
+    gains, shifts = (
+        tl.load(gain + cols, mask=cols < D, other=0.0),
+        tl.load(shift + cols, mask=cols < D, other=0.0),
+    )
     d_bias = tl.load(db + rows, mask=rows < K, other=0.0)[:, None]
     tl.store(dw_out + at, g * gains[None, :] + d_bias * shifts[None, :], mask=inside)
     share = tl.program_id(0) * 2 * D + cols
@@ -202,14 +249,20 @@ def add_norm(h: Stream, y: Tensor, bias: Tensor, norm: Norm) -> tuple[Stream, Te
     return Stream(rows, carrier), x
 
 
-def first_add_norm(h_BTD: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Packing) -> tuple[Stream, Tensor]:
-    """The same where h is still that of tokens: row n has the token packing.row_index[n] of all B T."""
+def first_add_norm(
+    h_BTD: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Packing
+) -> tuple[Stream, Tensor]:
+    """The same where h is still that of tokens: row n has the token packing.row_index[n] of all B
+    T."""
     rows, carrier, x = _FirstAddNorm.apply(h_BTD, y, bias, norm, packing)
     return Stream(rows, carrier), x
 
 
-def last_add_norm(h: Stream, y: Tensor, bias: Tensor, norm: Norm, packing: Layout) -> tuple[Stream, Tensor, Tensor]:
-    """The same where the stream is read only at the end of each prefix: (M, D); normed rows, all (N, D) and there (M, D)."""
+def last_add_norm(
+    h: Stream, y: Tensor, bias: Tensor, norm: Norm, packing: Layout
+) -> tuple[Stream, Tensor, Tensor]:
+    """The same where the stream is read only at the end of each prefix: (M, D); normed rows, all
+    (N, D) and there (M, D)."""
     rows, carrier, x, last = _LastAddNorm.apply(*h, y, bias, norm, packing)
     return Stream(rows, carrier), x, last
 
@@ -263,7 +316,9 @@ class _StreamEnd(torch.autograd.Function):
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, carrier: Tensor, y: Tensor, bias: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx, rows: Tensor, carrier: Tensor, y: Tensor, bias: Tensor, norm: Norm
+    ) -> tuple[Tensor, Tensor, Tensor]:
         out = torch.empty_like(rows)
         x, r = _launch_add_norm(rows, y, bias, None, out, None, 0, norm)
         ctx.save_for_backward(x, r)
@@ -321,7 +376,9 @@ class _LastAddNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, _: Tensor, dh: Tensor, dx: Tensor, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx, _: Tensor, dh: Tensor, dx: Tensor, dlast: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         x, r = ctx.saved_tensors
         slots = ctx.packing.last_slot
         dlast = torch.zeros_like(dh) if dlast is None else dlast.contiguous()
@@ -330,7 +387,14 @@ class _LastAddNorm(torch.autograd.Function):
 
 
 def _launch_add_norm(
-    h: Tensor, y: Tensor, bias: Tensor, index: Tensor | None, out: Tensor, last: Tensor | None, kind: int, norm: Norm
+    h: Tensor,
+    y: Tensor,
+    bias: Tensor,
+    index: Tensor | None,
+    out: Tensor,
+    last: Tensor | None,
+    kind: int,
+    norm: Norm,
 ) -> tuple[Tensor, Tensor]:
     """Fills out and last; returns the normed rows and 1 over their standard deviations."""
     count, width = y.shape
@@ -343,7 +407,14 @@ def _launch_add_norm(
 
 
 def _launch_add_norm_backward(
-    dh: Tensor, dx: Tensor, dlast: Tensor | None, x: Tensor, r: Tensor, index: Tensor | None, kind: int, norm: Norm
+    dh: Tensor,
+    dx: Tensor,
+    dlast: Tensor | None,
+    x: Tensor,
+    r: Tensor,
+    index: Tensor | None,
+    kind: int,
+    norm: Norm,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of h and y, and that of the bias."""
     count, width = x.shape
@@ -357,7 +428,9 @@ def _launch_add_norm_backward(
 
 
 @triton.jit(do_not_specialize=["N"])
-def _norm_rows(h, x_out, r_out, N, D, EPS: tl.constexpr, NORM: tl.constexpr, R: tl.constexpr, DP: tl.constexpr):
+def _norm_rows(
+    h, x_out, r_out, N, D, EPS: tl.constexpr, NORM: tl.constexpr, R: tl.constexpr, DP: tl.constexpr
+):
     rows, cols = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, DP)
     inside = (rows < N)[:, None] & (cols < D)[None, :]
     at = rows[:, None] * D + cols[None, :]
@@ -367,7 +440,9 @@ def _norm_rows(h, x_out, r_out, N, D, EPS: tl.constexpr, NORM: tl.constexpr, R: 
 
 
 @triton.jit(do_not_specialize=["N"])
-def _norm_rows_backward(dx, x, r_in, dh_out, N, D, NORM: tl.constexpr, R: tl.constexpr, DP: tl.constexpr):
+def _norm_rows_backward(
+    dx, x, r_in, dh_out, N, D, NORM: tl.constexpr, R: tl.constexpr, DP: tl.constexpr
+):
     rows, cols = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, DP)
     inside = (rows < N)[:, None] & (cols < D)[None, :]
     at = rows[:, None] * D + cols[None, :]
@@ -388,7 +463,9 @@ class _Normed(torch.autograd.Function):
         h = h.contiguous()
         x, r = torch.empty_like(h, dtype=half), h.new_empty(len(h))
         tile = _tile(h.shape[1])
-        _norm_rows[(triton.cdiv(len(h), tile["R"]),)](h, x, r, *h.shape, norm.eps, norm.kind, **tile)
+        _norm_rows[(triton.cdiv(len(h), tile["R"]),)](
+            h, x, r, *h.shape, norm.eps, norm.kind, **tile
+        )
         ctx.save_for_backward(x, r)
         ctx.norm = norm
         return x
@@ -417,22 +494,30 @@ def _column_sums(part, out, P, K, R: tl.constexpr, C: tl.constexpr):
 
 
 def column_sums(part: Tensor, kind: torch.dtype) -> Tensor:
-    """part.sum(0) in `kind`, of a matrix with far more rows than a reduction over rows likes, in a fixed order."""
+    """part.sum(0) in `kind`, of a matrix with far more rows than a reduction over rows likes, in a
+    fixed order."""
     out = torch.empty(part.shape[1], dtype=kind, device=part.device)
     _column_sums[(triton.cdiv(part.shape[1], 8),)](part, out, *part.shape, 1024, 8, num_warps=8)
     return out
 
 
-def fold(w: Tensor, bias: Tensor, gain: Tensor, shift: Tensor, half: torch.dtype) -> tuple[Tensor, Tensor]:
+def fold(
+    w: Tensor, bias: Tensor, gain: Tensor, shift: Tensor, half: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """As plain_fold, the matrix in `half`. Not differentiable by itself: see fold_backward."""
     w_out, b_out = torch.empty_like(w, dtype=half), torch.empty_like(bias)
     tile = _tile(w.shape[1])
-    _fold[(triton.cdiv(w.shape[0], tile["R"]),)](w, bias, gain, shift, w_out, b_out, *w.shape, **tile)
+    _fold[(triton.cdiv(w.shape[0], tile["R"]),)](
+        w, bias, gain, shift, w_out, b_out, *w.shape, **tile
+    )
     return w_out, b_out
 
 
-def fold_backward(dw: Tensor, db: Tensor, w: Tensor, gain: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of w, gain and shift from those of the folded matrix and bias; the bias's own is db."""
+def fold_backward(
+    dw: Tensor, db: Tensor, w: Tensor, gain: Tensor, shift: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of w, gain and shift from those of the folded matrix and bias; the bias's own is
+    db."""
     tile = _tile(w.shape[1])
     programs = triton.cdiv(w.shape[0], tile["R"])
     dw_out, sums = torch.empty_like(w), w.new_empty(programs, 2, w.shape[1])
@@ -447,7 +532,11 @@ KINDS = {torch.float32: tl.float32, torch.float64: tl.float64}
 def _tile(width: int) -> dict[str, int]:
     """Rows of a tile, its columns padded to a power of two, and warps."""
     padded = triton.next_power_of_2(width)
-    return {"R": max(1, min(16, 2048 // padded)), "DP": padded, "num_warps": 2 if padded <= 512 else 4}
+    return {
+        "R": max(1, min(16, 2048 // padded)),
+        "DP": padded,
+        "num_warps": 2 if padded <= 512 else 4,
+    }
 
 
 def _backward_tile(width: int, kind: torch.dtype) -> dict[str, int]:

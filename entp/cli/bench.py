@@ -1,0 +1,30 @@
+"""`entp bench [WHAT]`: time and memory of a training step, of generation, and as length grows."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from entp.bench.options import BENCHES
+from entp.cli.parse import parse, part_of
+
+
+def bench_command(args: list[str]) -> int:
+    """bench [WHAT]: time and memory: a training step, generation, growth with length"""
+    what, rest = part_of(args, "bench", "benchmark", BENCHES, "step")
+    options: Any = parse(BENCHES[what], rest, f"entp bench {what}")
+    from entp.results.schema import read_sections
+    from entp.results.sections import record
+
+    out = options.out
+    if out is not None:
+        read_sections(out)  # a file that cannot be used is an error before the work, not after it
+    module = importlib.import_module(f"entp.bench.{what}")
+    keep: dict[str, Any] = {}
+    if what == "step" and out is not None:
+        keep["save"] = lambda part: record(out, what, part)
+    section = module.bench(options, **keep)
+    print(module.report(section))
+    if out is not None:
+        print(f"\n{record(out, what, section)}")
+    return 0

@@ -1,0 +1,165 @@
+"""`entp evaluate RUN`: the metrics of a trained run, of generated answers, and of baselines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from entp.cli.parse import name_of, named_task, parse
+from entp.config import Impl, Run
+from entp.errors import InputError, one_of
+from entp.tasks.base import Split, Task
+from entp.terminal import format_table
+
+if TYPE_CHECKING:
+    from entp.tasks.metrics import Totals
+
+Checkpoint = Literal["best", "last"]
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """Measure a trained run."""
+
+    split: Split = "test"
+    """Stream of sequences."""
+    batches: int = 16
+    """Batches of the run's size."""
+    seed: int | None = None
+    """Seed of the sequences (default: the run's)."""
+    checkpoint: Checkpoint = "best"
+    """The best checkpoint by validation, or the last."""
+    by: tuple[str, ...] = ()
+    """Also measure by these slices, such as length; `entp tasks TASK` lists those of a task."""
+    generate: bool = False
+    """Also measure generated answers: the model reads its own answers instead of the right ones."""
+    baselines: bool = False
+    """Also measure the task's baselines, which answer without a model."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:NUMBER."""
+    impl: Impl = "auto"
+    """Engine for mode entp."""
+    task: str | None = None
+    """module:Class of the run's task, if it is not a built-in one."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+def evaluate_command(args: list[str]) -> int:
+    """evaluate RUN: measure a trained run"""
+    folder = name_of(args, "run folder", [], "evaluate")
+    options = parse(EvaluateOptions, args[1:], f"entp evaluate {folder}")
+    model, run, device = open_run(folder, options.checkpoint, options.device, options.task)
+    check_slices(run.task, options.by)
+    found = _measure(model, run, options, device)
+    if options.json:
+        print(json.dumps(_as_json(folder, options, found)))
+    else:
+        print(
+            f"{run.task.name}, mode {run.mode}, {found['model'].sequences} sequences of "
+            f"{options.split}"
+        )
+        print("\n\n".join(_tables(name, totals, options.by) for name, totals in found.items()))
+    return 0
+
+
+def open_run(
+    folder: str, checkpoint: Checkpoint, device: str, task: str | None
+) -> tuple[Any, Run, Any]:
+    """Model, run and device of a run folder."""
+    if task is not None:
+        named_task(task)
+    from entp.training.checkpoint import load, load_run
+    from entp.training.distributed import World, pick_device
+
+    where = pick_device(device, World())
+    run = load_run(folder, checkpoint)
+    return load(folder, checkpoint, where), run, where
+
+
+def slices_of(task: Task) -> list[str]:
+    """What the task's metrics can be measured by."""
+    return sorted({name for metric in task.metrics for name in metric.slices})
+
+
+def check_slices(task: Task, by: tuple[str, ...]) -> None:
+    """InputError for a slice that no metric of the task has."""
+    allowed = slices_of(task)
+    if by and not allowed:
+        raise InputError(f"--by {by[0]}: no metric of {task.name} has slices; leave it out.")
+    for name in by:
+        if name not in allowed:
+            raise one_of(f"slice of {task.name}", name, allowed)
+
+
+def _measure(model: Any, run: Run, options: EvaluateOptions, device: Any) -> dict[str, Totals]:
+    """What was found, by who answered."""
+    from entp.training.evaluate import (
+        evaluate,
+        evaluate_baseline,
+        evaluate_generated,
+        split_batches,
+    )
+    from entp.training.forward import Forward
+
+    task = run.task
+    baselines = list(task.baselines()) if options.baselines else []
+    if options.baselines and not baselines:
+        raise InputError(f"{task.name} has no baselines: leave --baselines out.")
+    seed = run.seed if options.seed is None else options.seed
+    asked = (task, options.split, options.batches, run.batch_size, seed)
+    how = dataclasses.replace(Forward.of(run), impl=options.impl)
+    found = {"model": evaluate(model, task, split_batches(*asked), how, device=device)}
+    if options.generate:
+        batches = split_batches(*asked)
+        found["generated"] = evaluate_generated(model, task, batches, how, device=device)
+    for name in baselines:
+        found[f"baseline {name}"] = evaluate_baseline(task, name, split_batches(*asked))
+    return found
+
+
+def _tables(name: str, totals: Totals, by: tuple[str, ...]) -> str:
+    """A table of all metrics, and one for each metric and slice."""
+    head = ["metric" if name == "model" else f"metric, {name}", "value", "95% interval"]
+    rows = [
+        [metric, f"{totals.value(metric):.4f}", _interval(totals.interval(metric))]
+        for metric in totals.all
+    ]
+    parts = [format_table(head, rows)]
+    for metric, part in _sliced(totals, by):
+        rows = [
+            [key, f"{value:.4f}", _interval(totals.sliced_interval(metric, part, key))]
+            for key, value in totals.sliced(metric, part).items()
+        ]
+        parts.append(format_table([part, metric, "95% interval"], rows))
+    return "\n\n".join(parts)
+
+
+def _sliced(totals: Totals, by: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Metrics with the slices that were asked for and found."""
+    return [
+        (metric, part) for part in by for metric, found in totals.slices.items() if part in found
+    ]
+
+
+def _interval(ends: tuple[float, float] | None) -> str:
+    return "" if ends is None else f"{ends[0]:.4f}..{ends[1]:.4f}"
+
+
+def _as_json(folder: str, options: EvaluateOptions, found: dict[str, Totals]) -> dict[str, Any]:
+    asked = {"run": folder, "checkpoint": options.checkpoint, "split": options.split}
+    others = {
+        name: _values(totals, options.by) for name, totals in found.items() if name != "model"
+    }
+    return {**asked, **_values(found["model"], options.by), **others}
+
+
+def _values(totals: Totals, by: tuple[str, ...]) -> dict[str, Any]:
+    """Values, intervals and slices as plain data."""
+    found: dict[str, Any] = totals.values()
+    found["intervals"] = {metric: totals.interval(metric) for metric in totals.all}
+    for metric, part in _sliced(totals, by):
+        found.setdefault("by", {}).setdefault(part, {})[metric] = totals.sliced(metric, part)
+    return found

@@ -1,0 +1,58 @@
+"""`entp reproduce RECIPE`: the runs of a figure or table of the paper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from entp.bench.options import check_out
+from entp.cli.parse import look_here, name_of, parse
+from entp.errors import InputError
+
+
+@dataclass(frozen=True)
+class ReproduceOptions:
+    """Train what a figure or table of the paper needs and print paper | ours. Run again to
+    continue."""
+
+    tiny: bool = False
+    """A version for a CPU minute: shows that everything works, not the result."""
+    only: tuple[str, ...] = ("all",)
+    """Train the arms with these labels only, each in quotes."""
+    seed: int | None = None
+    """Train with this seed only, of those that the recipe has: one machine per seed."""
+    jobs: int = 1
+    """Runs at a time, each in a process of its own: for small models, which do not fill a GPU."""
+    max_minutes: float | None = None
+    """Most training time of an arm whose schedule follows steps. What it has by then is tested; run
+    again to go on."""
+    out: Path = Path("runs")
+    """Folder for all recipes' runs."""
+    record: Path | None = None
+    """Add the results to this file, which may hold arms from other machines; table and figures are
+    then of all of them."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:NUMBER."""
+
+    def __post_init__(self) -> None:
+        if not self.only:
+            raise InputError(
+                "--only names no arm: give one or more, each in quotes, or leave it out to train "
+                "all of them."
+            )
+        check_out(self.record, "--record")
+
+
+def reproduce_command(args: list[str]) -> int:
+    """reproduce RECIPE: a figure or table of the paper"""
+    from entp.experiments import RECIPES
+
+    name = name_of(args, "recipe", [*RECIPES, "or module:NAME of your own"], "reproduce")
+    look_here(name)
+    options = parse(ReproduceOptions, args[1:], f"entp reproduce {name}")
+    from entp.experiments.recipe import find_recipe
+    from entp.experiments.reproduce import reproduce
+
+    recipe = find_recipe(name).tiny() if options.tiny else find_recipe(name)
+    print(f"{recipe.title}\n{recipe.question}", flush=True)
+    raise NotImplementedError(reproduce)

@@ -1,0 +1,242 @@
+"""`entp theory [WHAT]`: each class is the options of a part, and `run` returns what is printed and
+the exit code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from entp.bench.options import at_least, check_out
+from entp.cli.parse import parse, part_of
+from entp.errors import InputError
+
+LONGEST = 4096
+"""Longest sequence on which compiled weights are tried."""
+MOST_RATIO = 256
+"""Largest ratio of values to lengths that weights are compiled for: their width is about 4.5 times
+it."""
+ProgramName = Literal["count3", "count3-printed", "match3", "count2", "count3-cot"]
+
+
+@dataclass(frozen=True)
+class StatementsOptions:
+    """Check every statement of the paper's theory: one line each."""
+
+    out: Path | None = None
+    """Write the table to this JSON file as well."""
+
+    def __post_init__(self) -> None:
+        check_out(self.out)
+
+    def run(self) -> tuple[str, int]:
+        from entp.terminal import Progress
+        from entp.theory.statements import STATEMENTS, check_all, report
+
+        progress = Progress("theory", len(STATEMENTS), 0, True)
+        try:
+            found = check_all(lambda done, label: progress.step(done))
+        finally:
+            progress.close()
+        kept = _record(self.out, {"statements": found})
+        return f"{report(found)}{kept}", 0 if all(row["as_expected"] for row in found) else 1
+
+
+@dataclass(frozen=True)
+class RaspOptions:
+    """Run a RASP program and print every named intermediate value."""
+
+    input: str
+    """Whole numbers, such as "3 1 4 1 5"."""
+    program: ProgramName = "count3"
+    """Which program; `entp theory rasp count3 --input ...` is the same."""
+
+    def run(self) -> tuple[str, int]:
+        from entp.theory.programs import PROGRAMS, chain_of_thought, run, trace_table
+
+        try:
+            x = [int(word) for word in self.input.replace(",", " ").split()]
+        except ValueError:
+            raise InputError(
+                f"--input {self.input!r} is not a list of whole numbers: write them like "
+                '"3 1 4 1 5".'
+            ) from None
+        about = PROGRAMS[self.program].about
+        if self.program == "count3-cot":
+            thought = chain_of_thought(x)
+            words = [
+                ("partners wanted", thought.y),
+                ("found", thought.z_count),
+                ("answer", (thought.answer,)),
+            ]
+            lines = "\n".join(f"{name}: {' '.join(map(str, tokens))}" for name, tokens in words)
+            return f"{self.program}: {about}\n\n{trace_table(thought.trace)}\n\n{lines}", 0
+        trace = run(self.program, x)
+        return f"{self.program}: {about}\n\n{trace_table(trace)}\n\nanswer: {trace.answer}", 0
+
+
+@dataclass(frozen=True)
+class TradeoffOptions:
+    """Count3's algorithms: steps against counters, counted as they run."""
+
+    n_max: int = 4096
+    """Longest sequence; lengths are powers of two from 64 on."""
+    seed: int = 0
+    """Seed of the sequences."""
+    out: Path = Path("count3-tradeoff.json")
+    """JSON file for the numbers; they are drawn in a figure of the same name beside it."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "seed")
+        check_out(self.out)
+
+    def run(self) -> tuple[str, int]:
+        from entp.theory import tradeoff
+
+        lengths = [n for n in tradeoff.LENGTHS if n <= self.n_max]
+        if len(lengths) < 2 or self.n_max > tradeoff.LENGTHS[-1]:
+            first, *_, last = tradeoff.LENGTHS[1:]
+            raise InputError(
+                f"--n-max is {self.n_max}: allowed are {first} to {last}, so that there is a "
+                "growth to see."
+            )
+        result = tradeoff.measure(lengths, self.seed)
+        kept = _record(self.out, result, lambda path: tradeoff.draw(result, path))
+        return f"{tradeoff.report(result)}{kept}", 0
+
+
+@dataclass(frozen=True)
+class CompiledOptions:
+    """Count3 as weights set by hand: build them, try them, and save them like any checkpoint."""
+
+    n_max: int = 64
+    """Longest sequence, and number of tokens."""
+    ratio: int = 4
+    """Values are below ratio times the length; 4 covers the paper's experiments (up to 63, from 16
+    integers on)."""
+    sequences: int = 256
+    """Random sequences to try, as an encoder and under a causal mask."""
+    seed: int = 0
+    """Seed of these."""
+    out: Path | None = None
+    """Folder for the checkpoint: `entp evaluate` and `entp generate` take it."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "n_max", "ratio", "sequences")
+        at_least(self, 0, "seed")
+        if self.n_max > LONGEST:
+            raise InputError(
+                f"--n-max is {self.n_max}: allowed are 1 to {LONGEST}, because attention takes n² "
+                "numbers."
+            )
+        if self.ratio > MOST_RATIO:
+            raise InputError(
+                f"--ratio is {self.ratio}: allowed are 1 to {MOST_RATIO}, because the width grows "
+                "with it."
+            )
+
+    def run(self) -> tuple[str, int]:
+        import numpy as np
+
+        from entp.tasks.counting import count3_next
+        from entp.terminal import format_table
+        from entp.theory.compiled import answers, count3
+
+        model = count3(self.n_max, self.ratio)
+        rng, rows, wrong = np.random.default_rng(self.seed), [], 0
+        for n in sorted({max(1, self.n_max // 4), max(1, self.n_max // 2), self.n_max}):
+            x = rng.integers(0, min(self.n_max, self.ratio * n), (self.sequences, n))
+            want = count3_next(x)
+            right = [int((answers(model, x, mode) == want).sum()) for mode in ("entp", "decoder")]
+            wrong += self.sequences - right[0]
+            rows.append([str(n), str(x.max()), *(f"{one} of {self.sequences}" for one in right)])
+        weights = sum(p.numel() for p in model.parameters())
+        size = f"{model.config.layers} layers, width {model.config.width}, {weights} weights"
+        title = f"Count3 up to n = {self.n_max}: {size}"
+        table = format_table(["n", "largest value", "right (entp)", "right (decoder)"], rows)
+        return f"{title}\n{table}{self._saved(model)}", 1 if wrong else 0
+
+    def _saved(self, model: Any) -> str:
+        """Save the weights; as a run of Count3 where that task fits them."""
+        if self.out is None:
+            return ""
+        from entp.config import Run, TrainConfig
+        from entp.tasks.counting import Count3
+        from entp.training.checkpoint import save_model
+
+        if self.n_max <= 2:
+            folder = save_model(model, self.out, None)
+            return f'\n\nsaved: {folder}. entp.load("{folder}") reads it'
+        # From here on values up to n_max - 1 are below ratio n.
+        first = max(1, -(-self.n_max // self.ratio))
+        prompt = min(first, self.n_max - 1)
+        task = Count3(prompt_length=prompt, length=self.n_max, num_values=self.n_max)
+        # fp32: no autocast of float64.
+        run = Run(task, model.config, "entp", train=TrainConfig(precision="fp32"))
+        folder = save_model(model, self.out, run)
+        return f"\n\nsaved: {folder}. Try: entp evaluate {folder}, entp generate {folder}"
+
+
+@dataclass(frozen=True)
+class ComplexityOptions:
+    """The paper's complexity table, measured: time, kept and additional memory of one more token as
+    n grows."""
+
+    out: Path | None = None
+    """Write the numbers to this JSON file as well."""
+
+    def __post_init__(self) -> None:
+        check_out(self.out)
+
+    def run(self) -> tuple[str, int]:
+        from entp.theory import complexity
+
+        result = complexity.measure()
+        return f"{complexity.report(result)}{_record(self.out, result)}", 0
+
+
+THEORY: dict[str, type] = {
+    "statements": StatementsOptions,
+    "rasp": RaspOptions,
+    "count3-tradeoff": TradeoffOptions,
+    "compiled": CompiledOptions,
+    "complexity": ComplexityOptions,
+}
+"""What `entp theory` can be asked for; statements if nothing is said."""
+
+
+def theory_command(args: list[str]) -> int:
+    """theory [WHAT]: check the paper's statements; RASP, Count3's trade-off, Count3 as weights"""
+    what, rest = part_of(args, "theory", "part of theory", THEORY, "statements")
+    if what == "rasp" and rest and not rest[0].startswith("-"):
+        rest = ["--program", *rest]
+    options: Any = parse(THEORY[what], rest, f"entp theory {what}")
+    text, code = options.run()
+    print(text)
+    return code
+
+
+def _record(
+    out: Path | None, result: dict[str, Any], draw: Callable[[Path], None] | None = None
+) -> str:
+    """A line about the file that a result was written to, with its environment, and about its
+    figure."""
+    if out is None:
+        return ""
+    import torch
+
+    from entp.files import write_file
+    from entp.results.environment import environment
+
+    found = {"environment": environment(torch.device("cpu"), 1), **result}
+    write_file(out, f"{json.dumps(found, indent=1)}\n".encode())
+    if draw is None:
+        return f"\n\nnumbers: {out}"
+    figure = out.with_suffix(".png")
+    try:
+        draw(figure)
+    except ImportError:
+        return f"\n\nnumbers: {out}; no figure: pip install 'entp[plot]' to draw one."
+    return f"\n\nnumbers: {out}, figure: {figure}"

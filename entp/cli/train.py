@@ -1,0 +1,210 @@
+"""`entp train TASK`: the options of a run, and the run that they ask for.
+
+Options of the model and of the techniques are derived from their config classes: a technique that
+is taken out of TECHNIQUE_CONFIGS has no options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from entp.bench.options import Size
+from entp.cli.aliases import translate
+from entp.cli.derive import MISSING, about, given, optional, options_of
+from entp.cli.help import first_sentence, short_help
+from entp.cli.parse import HELP, name_of, named_task, parse
+from entp.config import (
+    SIZES,
+    TECHNIQUE_CONFIGS,
+    Mode,
+    ModelConfig,
+    OptimConfig,
+    Run,
+    TrainConfig,
+    model_for,
+)
+from entp.config.json import read_run
+from entp.errors import InputError
+from entp.tasks.base import TASKS, Task
+
+ESSENTIAL = (
+    *("mode", "size", "steps", "batch-size", "seed", "device", "out", "resume", "fork", "task."),
+    *("model.layers", "model.width"),
+    *("optim.name", "optim.lr", "optim.warmup-steps", "optim.weight-decay"),
+    *("train.eval-every", "train.stop-at", "train.max-seconds", "train.precision"),
+)
+"""The options that `--help` shows; `--help-all` shows all."""
+TASK_DECIDES = ("vocab", "input_dim", "outputs")
+"""Fields of the model that follow from the task."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Train a model on a task. With --resume or --fork, options that are not given are those of
+    that run."""
+
+    mode: Mode = "entp"
+    """How predictions attend."""
+    size: Size | None = None
+    """One of the paper's sizes (default: small)."""
+    steps: int = 1000
+    """Optimizer steps."""
+    batch_size: int = 64
+    """Sequences per step, over all processes together."""
+    seed: int = 0
+    """Decides the initial weights and the data."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:NUMBER."""
+    out: Path | None = None
+    """Folder of the run (default: runs/TASK-MODE)."""
+    resume: bool = False
+    """Continue the run in --out."""
+    fork: Path | None = None
+    """Begin with the last checkpoint of the run in this folder, optimizer state included. That run
+    stays as it is."""
+
+
+def train_command(args: list[str]) -> int:
+    """train TASK: train a model"""
+    name = name_of(args, "task", TASKS, "train")
+    task = named_task(name)
+    kind = train_options(task)
+    program = f"entp train {name}"
+    every = options_of(kind)
+    if set(args) & set(HELP):
+        print(short_help(program, about(kind), every, ESSENTIAL))
+        return 0
+    words = translate(args[1:], every)
+    saved = _saved_run(words, task)
+    options = parse(kind, words, program, _defaults(kind, saved) if saved else None)
+    run = run_of(options, saved)
+    out = options.out or default_folder(run.task, run.mode)
+    from entp.training.trainer import announce, train
+
+    result = train(run, out, device=options.device, resume=options.resume, fork=options.fork)
+    if os.environ.get("RANK", "0") == "0":
+        print(announce(result))
+    return 128 + result.stopped_by if result.stopped_by else 0
+
+
+def default_folder(task: Task | type[Task], mode: str) -> Path:
+    return Path("runs") / f"{task.name}-{mode}"
+
+
+def train_options(task: type[Task]) -> type[TrainOptions]:
+    """The options of `entp train` for a task: its own, the model's, and every technique's."""
+    sized = dict.fromkeys(SIZES["small"], "that of --size")
+    parts = {
+        "task": task,
+        "model": optional(ModelConfig, without=TASK_DECIDES, defaults=sized),
+        "optim": OptimConfig,
+        "train": TrainConfig,
+        **{name: optional(config) for name, config in TECHNIQUE_CONFIGS.items()},
+    }
+    return dataclasses.make_dataclass(
+        "TrainOptions",
+        [_part(name, kind) for name, kind in parts.items()],
+        bases=(TrainOptions,),
+        frozen=True,
+        kw_only=True,
+        namespace={"__doc__": TrainOptions.__doc__},
+    )
+
+
+def _part(name: str, kind: Any) -> Any:
+    """A field for a part of the options; one with fields that must be given has no default."""
+    from tyro.conf import arg
+
+    hint = Annotated[kind, arg(help=first_sentence(about(kind)))]
+    needed = [f for f in dataclasses.fields(kind) if _must_be_given(f)]
+    return (name, hint) if needed else (name, hint, field(default_factory=kind))
+
+
+def _must_be_given(f: dataclasses.Field[Any]) -> bool:
+    return f.default is MISSING and f.default_factory is MISSING
+
+
+def run_of(options: Any, saved: Run | None = None) -> Run:
+    """The run that these options ask for; `saved` is the one that it continues."""
+    return Run(
+        task=options.task,
+        model=_model(options, saved),
+        mode=options.mode,
+        steps=options.steps,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        optim=options.optim,
+        train=options.train,
+        **{name: _technique(name, getattr(options, name), saved) for name in TECHNIQUE_CONFIGS},
+    )
+
+
+def _model(options: Any, saved: Run | None) -> ModelConfig:
+    changes = given(options.model)
+    if saved is None:
+        return model_for(options.task, options.size or "small", **changes)
+    if options.size is not None:
+        changes = {**SIZES[options.size], **changes}
+    if options.task != saved.task:
+        changes = {**options.task.model_needs(), **changes}
+    return dataclasses.replace(saved.model, **changes)
+
+
+def _technique(name: str, options: Any, saved: Run | None) -> Any:
+    """The config of a technique; None if it is off, which is where none of its options is given."""
+    values = given(options)
+    fields = dataclasses.fields(TECHNIQUE_CONFIGS[name])
+    missing = [f.name for f in fields if _must_be_given(f) and f.name not in values]
+    was_on = saved is not None and getattr(saved, name) is not None
+    if not values or (missing and was_on):
+        return None
+    if missing:
+        needs = " and ".join(_option(name, one) for one in missing)
+        got = " and ".join(_option(name, one) for one in values)
+        raise InputError(f"{got} needs {needs} as well: give it, or leave {name} out.")
+    return TECHNIQUE_CONFIGS[name](**values)
+
+
+def _option(part: str, name: str) -> str:
+    return f"--{part}.{name}".replace("_", "-")
+
+
+def _saved_run(words: list[str], task: type[Task]) -> Run | None:
+    """The run that --resume or --fork continues; None if there is none."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--out", "--mode", "--fork"):
+        parser.add_argument(name, nargs="?")
+    parser.add_argument("--resume", action="store_true")
+    asked = parser.parse_known_args(words)[0]
+    folder = asked.fork and Path(asked.fork)
+    if asked.resume:
+        folder = Path(asked.out) if asked.out else default_folder(task, asked.mode or "entp")
+    if not folder or not (folder / "config.json").is_file():
+        return None
+    saved = read_run(folder / "config.json")
+    return saved if isinstance(saved.task, task) else None
+
+
+def _defaults(kind: type[TrainOptions], saved: Run) -> TrainOptions:
+    """The options that ask for a saved run."""
+    plain: Any = kind(task=saved.task)  # type: ignore[call-arg]
+    techniques = {
+        name: dataclasses.replace(getattr(plain, name), **dataclasses.asdict(config))
+        for name in TECHNIQUE_CONFIGS
+        if (config := getattr(saved, name)) is not None
+    }
+    return dataclasses.replace(
+        plain,
+        mode=saved.mode,
+        steps=saved.steps,
+        batch_size=saved.batch_size,
+        seed=saved.seed,
+        optim=saved.optim,
+        train=saved.train,
+        **techniques,
+    )

@@ -1,0 +1,33 @@
+"""What a run is, as frozen dataclasses that check themselves. Nothing here imports torch."""
+
+from entp.config.mode import IMPLS, MODES, CurriculumMode, Impl, Mode
+from entp.config.model import SIZES, ModelConfig, model_for
+from entp.config.optim import OptimConfig
+from entp.config.run import Run
+from entp.config.techniques import (
+    TECHNIQUE_CONFIGS,
+    BatchScheduleConfig,
+    CurriculumConfig,
+    EmaConfig,
+    ImportanceConfig,
+)
+from entp.config.training import TrainConfig
+
+__all__ = [
+    "IMPLS",
+    "MODES",
+    "SIZES",
+    "TECHNIQUE_CONFIGS",
+    "BatchScheduleConfig",
+    "CurriculumConfig",
+    "CurriculumMode",
+    "EmaConfig",
+    "Impl",
+    "ImportanceConfig",
+    "Mode",
+    "ModelConfig",
+    "OptimConfig",
+    "Run",
+    "TrainConfig",
+    "model_for",
+]

@@ -1,0 +1,147 @@
+"""A run as JSON and back, and the hash that tells runs apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from entp.config.model import ModelConfig
+from entp.config.optim import OptimConfig
+from entp.config.run import Run
+from entp.config.techniques import TECHNIQUE_CONFIGS
+from entp.config.training import TrainConfig
+from entp.config.upgrade import upgrade_config
+from entp.errors import InputError
+from entp.files import parse_json
+from entp.tasks.base import TASKS, task_class, task_name
+
+FREE_TO_CHANGE = (
+    "steps",
+    "train.checkpoint_every",
+    "train.log_every",
+    "train.logger",
+    "train.stop_at",
+    "train.max_seconds",
+)
+"""What may differ when a run is resumed: none of it changes what a step computes."""
+
+
+def free_to_change(run: Run) -> set[str]:
+    """Fields that may differ when this run is resumed; with decay by seconds, the time is part of
+    the schedule."""
+    by_clock = run.optim.decay_by == "seconds"
+    return {path for path in FREE_TO_CHANGE if not (by_clock and path == "train.max_seconds")}
+
+
+def run_to_json(run: Run) -> dict[str, Any]:
+    """A dict of plain values; `run_from_json` gives back an equal run."""
+    data = dataclasses.asdict(run)
+    data["task"] = {"name": task_name(run.task), **data["task"]}
+    return data
+
+
+def read_run(path: Path) -> Run:
+    """The run of a config.json."""
+    try:
+        return run_from_json(parse_json(path.read_text()), str(path))
+    except ValueError as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
+
+
+def run_from_json(data: Any, where: str = "config") -> Run:
+    """The run that `data` describes, in the names of today or of earlier versions.
+
+    Unknown keys and wrong types are errors that name the key, missing ones are defaults. A file
+    never makes us import code: a task that is not built in must have been imported before.
+    """
+    if (
+        not isinstance(data, dict)
+        or not isinstance(data.get("task"), dict)
+        or "name" not in data["task"]
+    ):
+        raise InputError(f"{where} is not the configuration of a run: it has no task with a name.")
+    data = upgrade_config(data)
+    fields = dict(data.pop("task"))
+    name = str(fields.pop("name"))
+    if name not in TASKS and name.partition(":")[0] not in sys.modules:
+        raise InputError(
+            f"{where} uses the task {name}, which is not built in: import it first (command line: "
+            f"--task {name})."
+        )
+    parts = {"task": task_class(name), "model": ModelConfig, "optim": OptimConfig}
+    parts |= {"train": TrainConfig, **TECHNIQUE_CONFIGS}
+    built: dict[str, Any] = {}
+    for part, kind in parts.items():
+        values = fields if part == "task" else data.pop(part, None)
+        if values is None and part in TECHNIQUE_CONFIGS:
+            built[part] = None
+        else:
+            built[part] = _build(part, kind, {} if values is None else values, where)
+    unknown = set(data) - {f.name for f in dataclasses.fields(Run)}
+    if unknown:
+        raise InputError(f"{where} has unknown keys: {', '.join(sorted(unknown))}.")
+    return Run(**built, **data)
+
+
+def model_from_json(data: Any, where: str) -> ModelConfig:
+    """The model's part of a configuration."""
+    data = upgrade_config(data)
+    if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
+        raise InputError(f"{where} does not describe a model: it has no 'model'.")
+    return _build("model", ModelConfig, data["model"], where)
+
+
+def _build(part: str, kind: type, values: Any, where: str) -> Any:
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    kind.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
+    try:
+        return TypeAdapter(kind).validate_python(values)
+    except ValidationError as error:
+        raise InputError(f"{where} cannot be read: {_explain(part, error)}.") from None
+
+
+def _explain(part: str, error: Any) -> str:
+    """pydantic's findings, each with the key it is about."""
+    found = []
+    for e in error.errors():
+        message = str(e["msg"]).removeprefix("Value error, ").rstrip(".")
+        if e["type"] != "value_error":
+            message = f"{'.'.join([part, *map(str, e['loc'])])}: {message}"
+        found.append(message)
+    return "; ".join(found)
+
+
+def identity(run: Run) -> dict[str, Any]:
+    """What tells a run from others: its configuration without fields at their defaults, and
+    without those that are free to change."""
+    free = free_to_change(run)
+    found: dict[str, Any] = {"task": {"name": task_name(run.task)}}
+    for f in dataclasses.fields(run):
+        value = getattr(run, f.name)
+        if dataclasses.is_dataclass(value):
+            inner = _changed(value, free, f"{f.name}.")
+            if inner or f.name in TECHNIQUE_CONFIGS:
+                found[f.name] = {**found.get(f.name, {}), **inner}
+        elif f.name not in free and value != f.default:
+            found[f.name] = value
+    return found
+
+
+def _changed(config: Any, free: set[str], prefix: str) -> dict[str, Any]:
+    """The fields of a config that are not at their defaults."""
+    return {
+        f.name: getattr(config, f.name)
+        for f in dataclasses.fields(config)
+        if f"{prefix}{f.name}" not in free and getattr(config, f.name) != f.default
+    }
+
+
+def config_hash(run: Run) -> str:
+    """Ten characters that change whenever what a step computes or an evaluation measures does."""
+    text = json.dumps(identity(run), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:10]

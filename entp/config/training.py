@@ -1,0 +1,61 @@
+"""When a run measures and saves, and on what budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from entp.config.mode import Impl
+from entp.fields import check_numbers, choice_problems, raise_problems
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a run is carried out: when it measures and saves, and on what budget."""
+
+    eval_every: int = 100
+    """Steps between evaluations on the validation stream."""
+    eval_batches: int = 4
+    """Batches per evaluation."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints; the last two are kept, and the best by validation."""
+    log_every: int = 10
+    """Steps between lines of metrics.jsonl."""
+    monitor: str | None = None
+    """Validation metric that decides which checkpoint is best and when to stop. None: the task's
+    first."""
+    stop_at: float | None = None
+    """Stop when the monitored metric reaches this value."""
+    max_seconds: float | None = None
+    """Stop after so many seconds of training, evaluations included, compilation before it not.
+    Resumed, it counts on."""
+    impl: Impl = "auto"
+    """Engine; auto is the fastest that can run here. In modes other than entp, reference and
+    packed are torch's own attention."""
+    token_budget: int | None = None
+    """Most prefix tokens computed at once in mode entp; the gradients of the chunks add up. None:
+    little memory first."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """bf16: matrix products in bfloat16 under autocast; auto: that on CUDA only. Weights stay
+    fp32."""
+    cuda_graph: bool = True
+    """On CUDA, replay steps whose shapes repeat as one CUDA graph."""
+    logger: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
+    """Copy the metrics to a tracker as well; metrics.jsonl stays the truth."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "train.")
+        problems = [
+            f"train.{name} is {getattr(self, name)}: it must be at least 1"
+            for name in ("eval_every", "eval_batches", "checkpoint_every", "log_every")
+            if getattr(self, name) < 1
+        ]
+        if self.token_budget is not None and self.token_budget < 1:
+            problems.append(
+                f"train.token_budget is {self.token_budget}: it must be at least 1, or None"
+            )
+        if self.max_seconds is not None and self.max_seconds <= 0:
+            problems.append(
+                f"train.max_seconds is {self.max_seconds:g}: it must be above 0, or None"
+            )
+        raise_problems(problems + choice_problems(self, "train."))

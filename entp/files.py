@@ -1,0 +1,121 @@
+"""Files that survive a kill and a full disk: atomic writes, folder locks, checksums, JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from entp.errors import InputError
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+CHECKSUMS = "checksums.json"
+
+
+class Damaged(Exception):
+    """A folder whose files are missing or not what was written."""
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write `data` so that `path` holds either all of it or what it held before."""
+    path = Path(os.path.realpath(path))  # a link stays one
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def write_folder(folder: Path, files: dict[str, bytes]) -> Path:
+    """Write a folder with these files and their checksums, renamed into place when all of it is on
+    disk."""
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    sums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        for name, data in {**files, CHECKSUMS: json.dumps(sums).encode()}.items():
+            write_file(temporary / name, data)
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.rename(temporary, folder)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _sync_folder(folder.parent)
+    return folder
+
+
+def verify_folder(folder: Path, needed: tuple[str, ...], extra: tuple[str, ...] = ()) -> None:
+    """Raise Damaged unless every file is what was written: those needed, and of the extra ones
+    those that are there."""
+    try:
+        sums = parse_json((folder / CHECKSUMS).read_text())
+        there = [name for name in extra if (folder / name).exists()]
+        for name in (*needed, *there):
+            if name not in sums:
+                raise Damaged(f"{CHECKSUMS} has no {name}")
+        for name, want in sums.items():
+            if hashlib.sha256((folder / name).read_bytes()).hexdigest() != want:
+                raise Damaged(f"{name} does not match its checksum")
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise Damaged(f"{error}") from None
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path, refuse: str = "") -> Iterator[None]:
+    """Hold the folder's lock: wait for other processes that hold it, or raise `refuse`.
+
+    Where the system has no locks, nothing is held.
+    """
+    handle = os.open(folder, os.O_RDONLY) if fcntl else None
+    try:
+        if fcntl and handle is not None:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if refuse else 0))
+            except BlockingIOError:
+                raise InputError(refuse) from None
+            except OSError:
+                pass  # a file system without locks
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """json.loads, with a ValueError also for what is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def json_bytes(data: Any) -> bytes:
+    """Indented JSON with a newline at its end."""
+    return (json.dumps(data, indent=1) + "\n").encode()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename durable; not every file system lets a folder be flushed."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

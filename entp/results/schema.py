@@ -1,0 +1,348 @@
+"""What a file of results holds, as one schema: a Record.
+
+    Record                  the recipe's question, rule, table and figures, as data
+      arms: label -> ArmRecord    factors, the paper's values, a summary for people
+        runs: RunRecord           one seed: curve, test totals, configuration, environment
+
+Unknown keys and wrong types are errors that name the key. `entp.results.upgrade` turns the files of
+earlier versions into this. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+from annotated_types import Len
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Strict,
+    ValidationError,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
+
+from entp.tasks.metrics import Metric, Totals
+
+VERSION = 2
+"""Of files of results. The first had no number."""
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _names(value: Any) -> Any:
+    """One name is a tuple of one."""
+    if isinstance(value, str):
+        return (value,)
+    return value
+
+
+Names = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_names)]
+Factor = str | int | float
+"""What an arm has of a factor: "ENTP", 3, 0.001."""
+Selector = dict[str, Factor | list[Factor]]
+"""Factor to its value, or to some values: the arms that have one of them."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class MetricSpec(Metric):
+    """A metric as a record keeps it."""
+
+    slices: Names = ()
+
+    @classmethod
+    def of(cls, metric: Metric) -> MetricSpec:
+        return cls(**dataclasses.asdict(metric))
+
+
+@dataclass(frozen=True, config=STRICT)
+class PaperValue:
+    """A number of the paper, or of its authors' published curves, and where it stands."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True, config=STRICT)
+class Table:
+    """A grid of arms. Without rows, the table has a row for each arm instead."""
+
+    rows: Names = ()
+    """Factors whose values make a row."""
+    columns: Names = ()
+    """Factors whose values make a column."""
+    cells: Names = ()
+    """Metrics in each cell. None: the first."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Figure:
+    """A row of panels."""
+
+    kind: Literal["curves", "slices", "grid", "bars"]
+    """curves: validation against steps, seconds or sequences. slices: test values against a factor
+    or against a slice of the metric. grid: a heat map of arms. bars: a bar for each arm."""
+    x: str = ""
+    """curves: steps (default), seconds or sequences. slices: a factor, or a slice of the metric.
+    grid: the factor of the columns."""
+    y: Names = ()
+    """Metrics, a panel for each. None: all of the record."""
+    lines: Names = ()
+    """Factors whose values make a line, or a row of the grid. None: a line for each arm."""
+    panels: str = ""
+    """A factor with a panel for each of its values; x is then a slice, if both have one name."""
+    where: Selector = dataclasses.field(default_factory=dict)
+    """Only these arms."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class Check:
+    """A statement about test values that the recorded runs decide."""
+
+    says: str
+    """The statement in words."""
+    left: Selector
+    """The arms that it is about; it must be true of each."""
+    metric: str
+    relation: Literal["above", "below", "at least", "at most"]
+    right: float | Selector
+    """A number, or the arms that they are compared with."""
+    same: Names = ()
+    """Factors in which two arms must agree to be compared."""
+    p: float | None = None
+    """Seeds must make it this unlikely to be chance: Welch's test, or Student's for a number."""
+
+
+class Part(BaseModel):
+    model_config = STRICT
+
+
+class Forked(BaseModel):
+    """The run that another began with."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    run: str
+    step: int
+
+
+class Environment(Part):
+    """Where a run was made: environment.json of its folder."""
+
+    entp: str | None = None
+    commit: str | None = None
+    date: str = "unknown"
+    python: str | None = None
+    torch: str = "unknown"
+    device: str = "an unknown device"
+    threads: int | None = None
+    cores: int | None = None
+    processes: int | None = None
+    resumed: list[Environment] = []
+    forked: Forked | None = None
+
+
+SumsData = Annotated[list[int | float | None], Len(6, 6)]
+"""entp.tasks.metrics.Sums: n, v, w, vv, vw, ww."""
+
+
+class TotalsData(Part):
+    """entp.tasks.metrics.Totals as JSON."""
+
+    sequences: int
+    all: dict[str, SumsData]
+    slices: dict[str, dict[str, dict[str, SumsData]]] = {}
+
+    @classmethod
+    def of(cls, totals: Totals) -> TotalsData:
+        return cls.model_validate(totals.to_json())
+
+    def totals(self, metrics: list[MetricSpec]) -> Totals:
+        return Totals.from_json(metrics, self.model_dump())
+
+
+class RunTest(Part):
+    """What the best checkpoint does on test sequences: test.json of a run folder."""
+
+    checkpoint: str
+    concurrent_runs: int | None
+    """Runs that shared the device in training. None: unknown."""
+    totals: TotalsData
+    generated: TotalsData | None = None
+    """Answers that the model generated, reading what it wrote itself."""
+    baselines: dict[str, TotalsData] = {}
+
+
+class Point(Part):
+    """One evaluation on validation sequences."""
+
+    step: int
+    seconds: float | None
+    """Of training. None: unknown."""
+    sequences: int
+    """Read in training."""
+    values: dict[str, float]
+
+
+class RunRecord(Part):
+    """One seed of an arm."""
+
+    seed: int
+    status: str
+    """"done", or how far it came."""
+    best: dict[str, float]
+    """Of each metric the best validation value."""
+    test: RunTest | None = None
+    n: int
+    """Validation sequences of an evaluation."""
+    steps: int
+    sequences: int
+    seconds: float
+    curve: Annotated[list[Point], Len(1)]
+    config_hash: str
+    config: dict[str, Any]
+    environment: Environment
+    caveats: list[str] = []
+
+    @property
+    def done(self) -> bool:
+        return self.status == "done"
+
+    @model_validator(mode="after")
+    def _has_task(self) -> RunRecord:
+        task = self.config.get("task")
+        if not isinstance(task, dict) or not isinstance(task.get("name"), str):
+            raise ValueError("config has no task with a name")
+        return self
+
+
+class Estimate(Part):
+    """A metric of an arm."""
+
+    mean: float
+    interval: Annotated[list[float], Len(2, 2)] | None = None
+    """95 %."""
+    basis: str
+    """What the interval is over, and how many."""
+
+
+class ArmSummary(Part):
+    """Of an arm, computed from its runs; for people who read the file."""
+
+    status: str
+    test: dict[str, Estimate] = {}
+    generated: dict[str, Estimate] = {}
+    validation: dict[str, Estimate] = {}
+
+
+class ArmRecord(Part):
+    """An arm over its seeds."""
+
+    factors: dict[str, Factor]
+    paper: dict[str, PaperValue] = {}
+    seeds: list[int]
+    """Planned."""
+    summary: ArmSummary | None = None
+    runs: list[RunRecord] = []
+
+
+class AuthorsCurve(Part):
+    """A published training curve."""
+
+    steps: list[int]
+    sequences: list[int]
+    values: dict[str, list[float]]
+
+
+class CheckResult(Part):
+    says: str
+    outcome: Literal["holds", "fails", "undecided"]
+    why: list[str]
+
+
+class Verdict(Part):
+    verdict: Literal["reproduced", "not reproduced", "undecided"]
+    checks: list[CheckResult]
+
+
+class Record(Part):
+    """The results of a recipe."""
+
+    schema_version: int
+    recipe: str
+    title: str
+    question: str
+    command: str
+    metrics: Annotated[list[MetricSpec], Len(1)]
+    table: Table | None = None
+    figures: list[Figure] = []
+    reproduced_if: str = ""
+    """The rule in words; `checks` has it as data."""
+    checks: list[Check] = []
+    verdict: Verdict | None = None
+    authors_curves: dict[str, AuthorsCurve] = {}
+    arms: dict[str, ArmRecord]
+    not_run: dict[str, str] = {}
+    """Parts of the figure that are not run here, and why."""
+
+    def metric(self, name: str) -> MetricSpec:
+        return next(metric for metric in self.metrics if metric.name == name)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Record:
+        """Runs measure what the record says, and no seed is there twice."""
+        known = {metric.name for metric in self.metrics}
+        for label, arm in self.arms.items():
+            seeds = [run.seed for run in arm.runs]
+            if len(set(seeds)) < len(seeds):
+                raise ValueError(f"arms.{label} has two runs of one seed")
+            for number, run in enumerate(arm.runs):
+                unknown = sorted(_measured(run) - known)
+                if unknown:
+                    where = f"arms.{label}.runs.{number}"
+                    raise ValueError(f"{where} measures {unknown[0]!r}, which is not in metrics")
+        return self
+
+
+def _measured(run: RunRecord) -> set[str]:
+    """Names of all metrics of a run."""
+    found = set(run.best).union(*(point.values for point in run.curve))
+    if run.test is None:
+        return found
+    tested = [run.test.totals, *run.test.baselines.values()]
+    if run.test.generated is not None:
+        tested.append(run.test.generated)
+    return found.union(*(totals.all for totals in tested), *(totals.slices for totals in tested))
+
+
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+def parse(kind: type[Kind], data: Any) -> Kind:
+    """`data`, read from JSON, as this kind; a ValueError names every key that is wrong."""
+    try:
+        return kind.model_validate_json(json.dumps(data))
+    except ValidationError as error:
+        raise ValueError(explain(error)) from None
+
+
+def explain(error: ValidationError) -> str:
+    """pydantic's findings, each with the key it is about."""
+    found = []
+    for one in error.errors(include_url=False):
+        where = ".".join(map(str, one["loc"])) or "it"
+        if one["type"] == "missing":
+            parent, _, key = where.rpartition(".")
+            found.append(f"{parent or 'it'} has no {key!r}")
+        elif one["type"] == "extra_forbidden":
+            found.append(f"{where} is an unknown key")
+        else:
+            message = one["msg"].removeprefix("Value error, ")
+            found.append(f"{where} is {_short(one['input'])}: {message}")
+    return "; ".join(found[:3])
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."

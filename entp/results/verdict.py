@@ -1,0 +1,133 @@
+"""Whether the recorded runs bear a recipe's rule out: each check holds, fails or is undecided.
+
+A check is about test values, means over seeds. It is undecided while an arm that it names is not
+finished and tested, or has too few seeds for the p that it asks for.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+from entp.results.schema import ArmRecord, Check, CheckResult, Factor, Record, Selector, Verdict
+from entp.results.summary import status, values_of
+from entp.stats import t_test, welch_test
+
+Outcome = Literal["holds", "fails", "undecided"]
+RELATIONS: dict[str, Callable[[Any, Any], bool]] = {
+    "above": operator.gt,
+    "below": operator.lt,
+    "at least": operator.ge,
+    "at most": operator.le,
+}
+
+
+class Finding(NamedTuple):
+    """What one comparison says, and why."""
+
+    outcome: Outcome
+    why: str
+
+
+def judge(record: Record) -> Verdict | None:
+    """The verdict on a record; None where it has no rule."""
+    if not record.checks:
+        return None
+    results = [check_record(record, check) for check in record.checks]
+    outcomes = {result.outcome for result in results}
+    if "fails" in outcomes:
+        return Verdict(verdict="not reproduced", checks=results)
+    if "undecided" in outcomes:
+        return Verdict(verdict="undecided", checks=results)
+    return Verdict(verdict="reproduced", checks=results)
+
+
+def check_record(record: Record, check: Check) -> CheckResult:
+    """Whether a check holds, with a reason for every comparison that it makes."""
+    findings = _findings(record, check)
+    outcomes: list[Outcome] = [finding.outcome for finding in findings]
+    outcome: Outcome = "holds"
+    if "fails" in outcomes:
+        outcome = "fails"
+    elif "undecided" in outcomes or not outcomes:
+        outcome = "undecided"
+    why = [finding.why for finding in findings] or ["no arms to compare"]
+    return CheckResult(says=check.says, outcome=outcome, why=why)
+
+
+def _findings(record: Record, check: Check) -> list[Finding]:
+    left = select(record.arms, check.left)
+    if not isinstance(check.right, dict):
+        return [_against_number(record, check, label, check.right) for label in left]
+    right = select(record.arms, check.right)
+    return [
+        _against_arm(record, check, label, other)
+        for label in left
+        for other in right
+        if label != other and _agree(record.arms[label], record.arms[other], check.same)
+    ]
+
+
+def select(arms: dict[str, ArmRecord], selector: Selector) -> list[str]:
+    """Labels of the arms that have these factors."""
+    return [label for label, arm in arms.items() if matches(arm.factors, selector)]
+
+
+def matches(factors: dict[str, Factor], selector: Selector) -> bool:
+    """Whether an arm has these factors."""
+    for name, wanted in selector.items():
+        allowed = wanted if isinstance(wanted, list) else [wanted]
+        if name not in factors or factors[name] not in allowed:
+            return False
+    return True
+
+
+def _agree(one: ArmRecord, other: ArmRecord, same: tuple[str, ...]) -> bool:
+    return all(one.factors.get(name) == other.factors.get(name) for name in same)
+
+
+def _against_number(record: Record, check: Check, label: str, number: float) -> Finding:
+    missing = _missing(record, check, label)
+    if missing:
+        return Finding("undecided", missing)
+    values = values_of(record, record.arms[label], check.metric)
+    p = None if check.p is None else t_test(values, number)
+    return _finding(check, label, values, number, f"{number:g}", p)
+
+
+def _against_arm(record: Record, check: Check, label: str, other: str) -> Finding:
+    missing = [told for one in (label, other) if (told := _missing(record, check, one))]
+    if missing:
+        return Finding("undecided", "; ".join(missing))
+    values = values_of(record, record.arms[label], check.metric)
+    others = values_of(record, record.arms[other], check.metric)
+    mean = sum(others) / len(others)
+    p = None if check.p is None else welch_test(values, others)
+    return _finding(check, label, values, mean, f"{mean:.4g} of {other}", p)
+
+
+def _missing(record: Record, check: Check, label: str) -> str:
+    """What is not there yet to decide a check; empty if everything is."""
+    arm = record.arms[label]
+    now = status(arm)
+    if now != "done":
+        return f"{label}: {now}"
+    values = values_of(record, arm, check.metric)
+    if len(values) < len(arm.runs):
+        return f"{label}: not tested by {check.metric}"
+    if check.p is not None and len(values) < 2:
+        return f"{label}: one seed says nothing about p"
+    return ""
+
+
+def _finding(
+    check: Check, label: str, values: list[float], right: float, told: str, p: float | None
+) -> Finding:
+    mean = sum(values) / len(values)
+    true = RELATIONS[check.relation](mean, right)
+    why = f"{label}: {mean:.4g} is {'' if true else 'not '}{check.relation} {told}"
+    if check.p is not None and p is not None:
+        why += f", p = {p:.2g}"
+        true = true and p < check.p
+    return Finding("holds" if true else "fails", why)

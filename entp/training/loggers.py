@@ -1,0 +1,119 @@
+"""metrics.jsonl, which is the truth, and an optional tracker."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+from entp.config import Run
+from entp.config.json import run_to_json
+from entp.config.upgrade import upgrade_values
+from entp.errors import InputError
+from entp.files import parse_json, write_file
+
+
+def read_metrics(out: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; a last line torn by a kill is left out, any other damage is an
+    InputError."""
+    path = out / "metrics.jsonl"
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = parse_json(line)
+            if not (
+                isinstance(row, dict)
+                and isinstance(row.get("kind"), str)
+                and isinstance(row.get("step"), int)
+            ):
+                raise ValueError
+            rows.append(upgrade_values(row))
+        except ValueError:
+            if number < len(lines):
+                raise InputError(
+                    f"{path} is damaged: line {number} is no line of metrics. Repair or remove it."
+                ) from None
+    return rows
+
+
+class Tracker(Protocol):
+    """Somewhere else that metrics are copied to."""
+
+    def log(self, values: dict[str, float], step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class MetricsFile:
+    """metrics.jsonl of a run, with its optional tracker. On resume, lines after the checkpoint's
+    step are dropped."""
+
+    def __init__(self, out: Path, run: Run, from_step: int) -> None:
+        kept = [row for row in read_metrics(out) if row["step"] <= from_step] if from_step else []
+        write_file(out / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept).encode())
+        self.file = open(out / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115 (closed by close)
+        self.tracker = make_tracker(run, out)
+
+    def write(self, kind: str, step: int, values: dict[str, float]) -> None:
+        """One line, on disk at once."""
+        self.file.write(json.dumps({"kind": kind, "step": step, **values}, allow_nan=False) + "\n")
+        if self.tracker is not None:
+            self.tracker.log({f"{kind}/{name}": v for name, v in values.items()}, step)
+
+    def close(self) -> None:
+        self.file.close()
+        if self.tracker is not None:
+            self.tracker.close()
+
+
+def make_tracker(run: Run, out: Path) -> Tracker | None:
+    """The tracker that train.logger asks for."""
+    name = run.train.logger
+    try:
+        if name == "tensorboard":
+            return _TensorBoard(out)
+        if name == "wandb":
+            import wandb
+
+            return _Tracked(
+                wandb,
+                wandb.init(project="entp", name=out.name, dir=str(out), config=run_to_json(run)),
+            )
+        if name == "trackio":
+            import trackio
+
+            return _Tracked(
+                trackio, trackio.init(project="entp", name=out.name, config=run_to_json(run))
+            )
+    except ImportError as error:
+        raise InputError(
+            f"train.logger {name} is not installed ({error}): pip install 'entp[{name}]'."
+        ) from None
+    return None
+
+
+class _TensorBoard:
+    def __init__(self, out: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(out / "tensorboard"))
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class _Tracked:
+    """wandb and trackio, which share these calls."""
+
+    def __init__(self, module: Any, _run: Any) -> None:
+        self.module = module
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.module.log(values, step=step)
+
+    def close(self) -> None:
+        self.module.finish()

@@ -27,6 +27,8 @@ def choice_problems(config: Any, prefix: str) -> list[str]:
 LARGEST = 10**12
 """No number of a configuration is larger: what is computed with it stays inside 64 bits, and
 float32."""
+
+
 def as_int(value: Any) -> int | None:
     """A whole number of any type, numpy's included, as an int; None for anything else, True and
     False among it."""

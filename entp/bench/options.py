@@ -18,21 +18,21 @@ class BenchStepOptions:
     same size."""
 
     size: Size | None = None
-    """One of the paper's sizes (default: small)."""
+    """One of the paper's sizes. None: small."""
     length: int | None = None
-    """Tokens per sequence, a target at each (default: 64)."""
+    """Tokens per sequence, a target at each. None: 64."""
     batch_size: int | None = None
-    """Sequences (default: 8)."""
+    """Sequences. None: 8."""
     shapes: str | None = None
     """Named shapes instead of --size, --length and --batch-size: paper for all, or a list such as
     count3,small."""
     variants: str | None = None
-    """What is measured, of reference, packed, triton, decoder and decoder-triton, with commas
-    (default: all that can run)."""
+    """What is measured, of reference, packed, triton, decoder and decoder-triton, with commas.
+    None: all that can run."""
     repeats: int = 5
     """Rounds in which every variant is timed."""
     warmup: int | None = None
-    """Steps of each variant before that (default: 5 on CUDA, 1 on a CPU)."""
+    """Steps of each variant before that. None: 5 on CUDA, 1 on a CPU."""
     profile: bool = False
     """Name the ten most expensive kernels of each variant but the reference (on a CPU:
     operators)."""
@@ -71,7 +71,7 @@ class BenchGenerateOptions:
     size: Size = "medium"
     """One of the paper's sizes."""
     batch_size: int | None = None
-    """Sequences (default: 64 on CUDA, 4 on a CPU)."""
+    """Sequences. None: 64 on CUDA, 4 on a CPU."""
     prompt_length: int = 16
     """Tokens of each prompt."""
     length: int = 64
@@ -81,7 +81,7 @@ class BenchGenerateOptions:
     repeats: int = 5
     """Timed generations of each variant."""
     warmup: int | None = None
-    """Generations before that (default: 5 on CUDA, 1 on a CPU)."""
+    """Generations before that. None: 5 on CUDA, 1 on a CPU."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:NUMBER."""
     out: Path | None = None
@@ -108,11 +108,11 @@ class BenchScalingOptions:
     size: Size = "small"
     """One of the paper's sizes."""
     batch_size: int | None = None
-    """Sequences (default: 16 on CUDA, so that short ones keep it busy, 1 on a CPU)."""
+    """Sequences. None: 16 on CUDA, so that short ones keep it busy, 1 on a CPU."""
     repeats: int = 5
     """Timed steps, and timed new tokens, of each."""
     warmup: int | None = None
-    """Steps before that (default: 5 on CUDA, 1 on a CPU)."""
+    """Steps before that. None: 5 on CUDA, 1 on a CPU."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:NUMBER."""
     out: Path | None = None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from functools import partial
 from typing import Any
 
 import torch
@@ -173,8 +174,8 @@ def token_seconds(
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
         cache.prefill(tokens[:, :start], torch.full((batch_size,), start, device=device))
         seconds = [
-            timed(lambda t=t: cache.append(tokens[:, t]), device) for t in range(start, capacity)
-        ]  # type: ignore[misc]
+            timed(partial(cache.append, tokens[:, t]), device) for t in range(start, capacity)
+        ]
     return seconds[warmup:]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from typing import Any
 
 from entp.bench.options import BENCHES
@@ -13,8 +14,7 @@ def bench_command(args: list[str]) -> int:
     """bench [WHAT]: time and memory: a training step, generation, growth with length"""
     what, rest = part_of(args, "bench", "benchmark", BENCHES, "step")
     options: Any = parse(BENCHES[what], rest, f"entp bench {what}")
-    from entp.results.schema import read_sections
-    from entp.results.sections import record
+    from entp.results.sections import read_sections, record_section
 
     out = options.out
     if out is not None:
@@ -22,9 +22,9 @@ def bench_command(args: list[str]) -> int:
     module = importlib.import_module(f"entp.bench.{what}")
     keep: dict[str, Any] = {}
     if what == "step" and out is not None:
-        keep["save"] = lambda part: record(out, what, part)
+        keep["save"] = partial(record_section, out, what)
     section = module.bench(options, **keep)
     print(module.report(section))
     if out is not None:
-        print(f"\n{record(out, what, section)}")
+        print(f"\n{record_section(out, what, section)}")
     return 0

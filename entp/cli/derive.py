@@ -9,10 +9,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 import textwrap
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
@@ -43,10 +45,14 @@ class Option(NamedTuple):
         """What help says about the default."""
         if self.default is MISSING:
             return "(required)"
-        nothing = self.default is None or self.default == ()
-        return self.hint if nothing else f"(default: {self.default})"
+        if self.default is not None:
+            is_off = self.default is False or self.default == ()
+            return "" if is_off else f"(default: {self.default})"
+        without = re.search(r"None: ([^.]+)", self.help)
+        return self.hint or (f"(default: {without[1]})" if without else "")
 
 
+@cache
 def docs_of(kind: type) -> dict[str, str]:
     """The docstring under each field of a dataclass, those of its bases included."""
     found: dict[str, str] = {}

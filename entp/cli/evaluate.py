@@ -28,7 +28,7 @@ class EvaluateOptions:
     batches: int = 16
     """Batches of the run's size."""
     seed: int | None = None
-    """Seed of the sequences (default: the run's)."""
+    """Seed of the sequences. None: the run's."""
     checkpoint: Checkpoint = "best"
     """The best checkpoint by validation, or the last."""
     by: tuple[str, ...] = ()

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
 
 from entp.cli.evaluate import Checkpoint, open_run
 from entp.cli.parse import name_of, parse
@@ -22,11 +18,11 @@ class GenerateOptions:
     """Let a trained run continue prompts."""
 
     prompt: list[str] = field(default_factory=list)
-    """One or more prompts, such as "3 1 4 1 5" (default: three from the task's test stream)."""
+    """One or more prompts, such as "3 1 4 1 5". None: three from the task's test stream."""
     max_new_tokens: int | None = None
-    """Tokens to add (default: up to the task's last target)."""
+    """Tokens to add. None: up to the task's last target."""
     mode: Mode | None = None
-    """Mode of attention (default: the run's)."""
+    """Mode of attention. None: the run's."""
     temperature: float = 0.0
     """0 takes the likeliest token; above 0 samples."""
     top_k: int | None = None
@@ -49,6 +45,7 @@ def generate_command(args: list[str]) -> int:
     options = parse(GenerateOptions, args[1:], f"entp generate {folder}")
     model, run, _ = open_run(folder, options.checkpoint, options.device, options.task)
     from entp.engine.generation.generate import generate
+    from entp.training.evaluate import position_function
 
     task = run.task
     prompts = [read_prompt(task, text) for text in options.prompt]
@@ -63,7 +60,7 @@ def generate_command(args: list[str]) -> int:
         top_p=options.top_p,
         seed=options.seed,
         stop=task.stop,
-        position_ids=position_ids(task),
+        position_ids=position_function(task),
     )
     for tokens in outputs:
         print(task.to_text(tokens))
@@ -80,16 +77,3 @@ def _answer_end(task: Task) -> int:
     """Tokens of a sequence up to its last target, which itself is never read."""
     position = task.batch(0, "test", 0, 8).position
     return int(position.max(initial=0)) + 2
-
-
-def position_ids(task: Task) -> Callable[[Any], Any] | None:
-    """The task's position ids as a function of tensors; None where positions are 0, 1, ..."""
-    if task.position_ids(np.zeros((1, 1), dtype=np.int64)) is None:
-        return None
-    import torch
-
-    def ids(tokens: Any) -> Any:
-        found = task.position_ids(tokens.cpu().numpy())
-        return torch.from_numpy(np.asarray(found)).to(tokens.device)
-
-    return ids

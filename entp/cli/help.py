@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 
 from entp.cli.derive import Option, about
 
-WIDEST = 110
-COLUMN = 36
+WIDEST = 120
+COLUMN = 40
 """Characters for an option and its value; longer ones push their help to the right."""
 
 
@@ -43,8 +43,11 @@ def short_help(
     options of that part."""
     shown = [option for name, option in options.items() if _is_chosen(name, chosen)]
     usage = f"usage: {program} [OPTIONS]"
-    rest = f"All {len(options)} options: {program} --help-all"
-    return "\n".join([usage, "", text, "", *(_entry(option) for option in shown), "", rest])
+    rest = [
+        f"All {len(options)} options: {program} --help-all",
+        "Short names work as well: --lr, --bs, --bf16, --layers, --warmup, --wandb and the like.",
+    ]
+    return "\n".join([usage, "", text, "", *(_entry(option) for option in shown), "", *rest])
 
 
 def first_sentence(text: str) -> str:

@@ -51,7 +51,7 @@ class TrainOptions:
     mode: Mode = "entp"
     """How predictions attend."""
     size: Size | None = None
-    """One of the paper's sizes (default: small)."""
+    """One of the paper's sizes. None: small."""
     steps: int = 1000
     """Optimizer steps."""
     batch_size: int = 64
@@ -61,7 +61,7 @@ class TrainOptions:
     device: str = "auto"
     """auto, cpu, cuda or cuda:NUMBER."""
     out: Path | None = None
-    """Folder of the run (default: runs/TASK-MODE)."""
+    """Folder of the run. None: runs/TASK-MODE."""
     resume: bool = False
     """Continue the run in --out."""
     fork: Path | None = None
@@ -98,10 +98,11 @@ def default_folder(task: Task | type[Task], mode: str) -> Path:
 
 def train_options(task: type[Task]) -> type[TrainOptions]:
     """The options of `entp train` for a task: its own, the model's, and every technique's."""
-    sized = dict.fromkeys(SIZES["small"], "that of --size")
+    elsewhere = dict.fromkeys(SIZES["small"], "that of --size")
+    elsewhere["context_length"] = "that of the task"
     parts = {
         "task": task,
-        "model": optional(ModelConfig, without=TASK_DECIDES, defaults=sized),
+        "model": optional(ModelConfig, without=TASK_DECIDES, defaults=elsewhere),
         "optim": OptimConfig,
         "train": TrainConfig,
         **{name: optional(config) for name, config in TECHNIQUE_CONFIGS.items()},

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,11 @@ def run_from_json(data: Any, where: str = "config") -> Run:
     parts |= {"train": TrainConfig, **TECHNIQUE_CONFIGS}
     built: dict[str, Any] = {}
     for part, kind in parts.items():
-        values = fields if part == "task" else data.pop(part, None)
-        if values is None and part in TECHNIQUE_CONFIGS:
-            built[part] = None
-        else:
-            built[part] = _build(part, kind, {} if values is None else values, where)
+        optional = part in TECHNIQUE_CONFIGS
+        values = fields if part == "task" else data.pop(part, None if optional else {})
+        built[part] = None
+        if values is not None or not optional:
+            built[part] = _build(part, kind, values, where)
     unknown = set(data) - {f.name for f in dataclasses.fields(Run)}
     if unknown:
         raise InputError(f"{where} has unknown keys: {', '.join(sorted(unknown))}.")
@@ -88,21 +89,29 @@ def run_from_json(data: Any, where: str = "config") -> Run:
 
 
 def model_from_json(data: Any, where: str) -> ModelConfig:
-    """The model's part of a configuration."""
-    data = upgrade_config(data)
+    """The model's part of a configuration, whatever the rest says."""
     if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
         raise InputError(f"{where} does not describe a model: it has no 'model'.")
-    return _build("model", ModelConfig, data["model"], where)
+    upgraded = upgrade_config({"model": data["model"]})
+    return _build("model", ModelConfig, upgraded["model"], where)
 
 
 def _build(part: str, kind: type, values: Any, where: str) -> Any:
-    from pydantic import ConfigDict, TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
-    kind.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
     try:
-        return TypeAdapter(kind).validate_python(values)
+        return _reader(kind).validate_python(values)
     except ValidationError as error:
         raise InputError(f"{where} cannot be read: {_explain(part, error)}.") from None
+
+
+@cache
+def _reader(kind: type) -> Any:
+    """What reads a part of a configuration; making one takes milliseconds."""
+    from pydantic import ConfigDict, TypeAdapter
+
+    kind.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
+    return TypeAdapter(kind)
 
 
 def _explain(part: str, error: Any) -> str:
@@ -127,7 +136,7 @@ def identity(run: Run) -> dict[str, Any]:
             inner = _changed(value, free, f"{f.name}.")
             if inner or f.name in TECHNIQUE_CONFIGS:
                 found[f.name] = {**found.get(f.name, {}), **inner}
-        elif f.name not in free and value != f.default:
+        elif f.name not in free and value != _default(f):
             found[f.name] = value
     return found
 
@@ -137,8 +146,14 @@ def _changed(config: Any, free: set[str], prefix: str) -> dict[str, Any]:
     return {
         f.name: getattr(config, f.name)
         for f in dataclasses.fields(config)
-        if f"{prefix}{f.name}" not in free and getattr(config, f.name) != f.default
+        if f"{prefix}{f.name}" not in free and getattr(config, f.name) != _default(f)
     }
+
+
+def _default(f: dataclasses.Field) -> Any:
+    """The default of a field; a value that nothing equals if it has none."""
+    made = f.default_factory
+    return f.default if made is dataclasses.MISSING else made()
 
 
 def config_hash(run: Run) -> str:

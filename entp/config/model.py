@@ -14,8 +14,6 @@ MOST_WEIGHTS = 10**10
 """Of a model: one with more fits no GPU in training, where every process holds all of it."""
 
 
-
-
 SIZES: dict[str, dict[str, int]] = {
     "small": {"layers": 3, "heads": 3, "width": 192},
     "medium": {"layers": 6, "heads": 6, "width": 384},

@@ -72,7 +72,7 @@ class Run:
             )
         problems += self._model_problems()
         problems += self._curriculum_problems()
-        modes = {self.mode, self.curriculum.mode if self.curriculum else self.mode}
+        modes = [self.mode, self.curriculum.mode if self.curriculum else self.mode]
         if "prefix-lm" in modes and self.task.prefix is None:
             problems.append(
                 f"mode prefix-lm needs a task with a prefix, and {self.task.name} has none: use "
@@ -119,9 +119,7 @@ class Run:
                 f"{optim.warmup_steps}, which is part of them"
             )
         if first.lr is not None and first.lr < optim.lr:
-            problems.append(
-                f"optim.lr {optim.lr:g} is above curriculum.lr {first.lr:g}: swapped?"
-            )
+            problems.append(f"optim.lr {optim.lr:g} is above curriculum.lr {first.lr:g}: swapped?")
         if optim.decay_by == "seconds":
             problems.append(
                 "curriculum needs optim.decay_by steps: by the clock there is one schedule"

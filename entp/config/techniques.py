@@ -44,6 +44,8 @@ class ImportanceConfig:
                 f"importance.samples is {self.samples} with importance.proposal {self.proposal}: "
                 "give a number of targets with proposal decoder, and none with proposal entp"
             )
+        elif self.samples is not None and self.samples < 1:
+            problems.append(f"importance.samples is {self.samples}: it must be at least 1")
         raise_problems(problems)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from entp.errors import InputError
+
 RENAMED: dict[str, dict[str, str]] = {
     "": {"batch": "batch_size"},
     "model": {
@@ -30,6 +32,7 @@ RENAMED: dict[str, dict[str, str]] = {
         "graph": "cuda_graph",
         "mirror": "logger",
     },
+    "start": {"batch": "batch_size", "max_lr": "lr", "even": "uniform_lengths"},
 }
 """Old field to new, by the part of the configuration; "" is the run itself."""
 TASK_FIELDS: dict[str, dict[str, str]] = {
@@ -53,24 +56,26 @@ def upgrade_config(data: Any) -> Any:
     as it is."""
     if not isinstance(data, dict):
         return data
-    data = _renamed(data, "")
+    data = _renamed(data, RENAMED[""], "")
     for part in ("model", "optim", "train"):
         if isinstance(data.get(part), dict):
-            fields = _renamed(data[part], part)
-            gone = GONE.get(part, {})
-            kept = {k: v for k, v in fields.items() if not (k in gone and v == gone[k])}
-            data[part] = {**DEFAULTS.get(part, {}), **kept}
-    if isinstance(data.get("task"), dict):
-        data["task"] = _task(data["task"])
+            fields = _renamed(data[part], RENAMED[part], part)
+            data[part] = {**DEFAULTS.get(part, {}), **_without_gone(fields, part)}
+    task = data.get("task")
+    if isinstance(task, dict):
+        data["task"] = _renamed(task, TASK_FIELDS.get(str(task.get("name")), {}), "task")
+    found: dict[str, Any] = {}
     if isinstance(data.get("optim"), dict):
-        data |= _techniques(data["optim"])
+        found |= _techniques(data["optim"])
     if "start" in data:
-        data["curriculum"] = _curriculum(data.pop("start"))
-    if isinstance(data.get("mode"), str):
-        data["mode"] = MODES.get(data["mode"], data["mode"])
-    train = data.get("train")
-    if isinstance(train, dict) and "monitor" in train:
-        train["monitor"] = METRICS.get(train["monitor"], train["monitor"])
+        found["curriculum"] = _curriculum(data.pop("start"))
+    for name, config in found.items():
+        if config is not None and data.get(name) is not None:
+            raise InputError(f"the configuration says twice what {name} is: in old words and new.")
+    data |= {name: config for name, config in found.items() if config is not None}
+    _translate(data, "mode", MODES)
+    if isinstance(data.get("train"), dict):
+        _translate(data["train"], "monitor", METRICS)
     return data
 
 
@@ -79,14 +84,34 @@ def upgrade_values(values: dict[str, Any]) -> dict[str, Any]:
     return {METRICS.get(name, name): value for name, value in values.items()}
 
 
-def _renamed(fields: dict[str, Any], part: str) -> dict[str, Any]:
-    names = RENAMED.get(part, {})
+def _renamed(fields: dict[str, Any], names: dict[str, str], part: str) -> dict[str, Any]:
+    """The fields under today's names."""
+    where = f"{part}." if part else ""
+    for old, new in names.items():
+        if old in fields and new in fields:
+            raise InputError(
+                f"the configuration has {where}{old} and {where}{new}, which are the same: leave "
+                f"{old} out."
+            )
     return {names.get(name, name): value for name, value in fields.items()}
 
 
-def _task(fields: dict[str, Any]) -> dict[str, Any]:
-    names = TASK_FIELDS.get(str(fields.get("name")), {})
-    return {names.get(name, name): value for name, value in fields.items()}
+def _without_gone(fields: dict[str, Any], part: str) -> dict[str, Any]:
+    """The fields without those that are gone, which must have done nothing."""
+    gone = GONE.get(part, {})
+    for name, nothing in gone.items():
+        if name in fields and fields[name] != nothing:
+            raise InputError(
+                f"{part}.{name} is {fields[name]!r}: this version of entp cannot do that, and "
+                f"reads only {nothing!r} there. Use the version that wrote it."
+            )
+    return {name: value for name, value in fields.items() if name not in gone}
+
+
+def _translate(fields: dict[str, Any], name: str, values: dict[str, str]) -> None:
+    """A field's value in today's words, if it has one."""
+    if isinstance(fields.get(name), str):
+        fields[name] = values.get(fields[name], fields[name])
 
 
 def _techniques(optim: dict[str, Any]) -> dict[str, Any]:
@@ -106,17 +131,17 @@ def _techniques(optim: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _curriculum(start: Any) -> dict[str, Any] | None:
-    if not isinstance(start, dict) or not start.get("steps"):
-        return None
-    mode = start.get("mode", "decoder")
-    return {
-        "steps": start["steps"],
-        "mode": MODES.get(mode, mode),
-        "batch_size": start.get("batch") or None,
-        "lr": start.get("max_lr") or None,
-        "uniform_lengths": start.get("even", False),
-    }
+def _curriculum(start: Any) -> Any:
+    """What `start` said; None if it had no steps."""
+    if not isinstance(start, dict):
+        return start
+    fields = _renamed(start, RENAMED["start"], "start")
+    _translate(fields, "mode", MODES)
+    for name in ("batch_size", "lr"):
+        if fields.get(name) == 0:
+            fields[name] = None
+    off = {"steps": 0, "mode": "decoder", "batch_size": None, "lr": None, "uniform_lengths": False}
+    return None if fields.items() <= off.items() else fields
 
 
 OPTIONS: dict[str, str] = {

@@ -1,4 +1,5 @@
-"""Recipes: one file per figure or table of the paper. A recipe is data; importing one does nothing."""
+"""Recipes: one file per figure or table of the paper. A recipe is data; importing one trains
+nothing."""
 
 RECIPES: dict[str, str] = {
     "count3": "entp.experiments.recipes.count3:RECIPE",
@@ -6,5 +7,6 @@ RECIPES: dict[str, str] = {
     "count3-longer": "entp.experiments.recipes.count3_depth:LONGER",
     "count3-rates": "entp.experiments.recipes.count3_rates:RECIPE",
     "match3": "entp.experiments.recipes.match3:RECIPE",
+    "chase": "entp.experiments.recipes.chase:RECIPE",
 }
 """Recipes by name and where they live."""

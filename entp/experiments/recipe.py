@@ -1,28 +1,112 @@
-"""What a recipe is: the question, the runs, the paper's values with their source, and a version for
-a CPU minute."""
+"""What a recipe is: a figure or table of the paper as data.
+
+Recipe(
+    name="examples", title="Figure 3", question="Who needs fewer examples?",
+    arms=[Arm(run(mode, n), mode=mode, examples=n) for mode in MODES for n in (1_000, 5_000)],
+    table=Table(rows="examples", columns="mode", cells="exact_match"),
+    figure=Figure("slices", x="examples", y="exact_match", lines="mode"),
+    reproduced_if="ENTP is ahead at every size, p < 0.01",
+    checks=(Check("ENTP is ahead", {"mode": "ENTP"}, "exact_match", "above",
+                  {"mode": "decoder"}, same="examples", p=0.01),),
+)
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 from entp.config import Run
+from entp.config.json import config_hash
 from entp.errors import InputError, one_of
 from entp.experiments import RECIPES
-from entp.experiments.paper_curves import Curve
-from entp.fields import complain
+from entp.fields import as_int, raise_problems
 from entp.registry import find_named
+from entp.results.schema import (
+    VERSION,
+    ArmRecord,
+    AuthorsCurve,
+    Check,
+    Factor,
+    Figure,
+    MetricSpec,
+    PaperValue,
+    Record,
+    Selector,
+    Table,
+)
+from entp.results.verdict import matches
+
+__all__ = ["Arm", "Check", "Figure", "PaperValue", "Recipe", "Table", "find_recipe"]
+TINY_TEST, TINY_GENERATED, TINY_SEEDS = 64, 32, 2
+"""Sequences and seeds of tiny runs."""
+AXES = ("steps", "seconds", "sequences")
+CURVES = Figure("curves")
+
+
+@dataclass(frozen=True, init=False)
+class Arm:
+    """A run, the seeds that it is repeated with, and the factors that tell it from other arms."""
+
+    run: Run
+    seeds: tuple[int, ...]
+    paper: Mapping[str, PaperValue]
+    """Metric to the paper's value."""
+    factors: Mapping[str, Factor]
+
+    def __init__(
+        self,
+        run: Run,
+        seeds: Sequence[int] = (0,),
+        paper: Mapping[str, PaperValue] | None = None,
+        **factors: Factor,
+    ) -> None:
+        values = {"run": run, "seeds": tuple(seeds), "paper": dict(paper or {}), "factors": factors}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def label(self) -> str:
+        """The factors in words: "ENTP medium, tuned"; numbers with their name: "layers 3"."""
+        model = " ".join(str(self.factors[name]) for name in MODEL if name in self.factors)
+        rest = [_in_words(k, v) for k, v in self.factors.items() if k not in MODEL]
+        return ", ".join([model, *rest] if model else rest)
+
+    def as_tiny(self, tiny_run: Callable[[Run], Run]) -> Arm:
+        return Arm(tiny_run(self.run), self.seeds[:TINY_SEEDS], self.paper, **self.factors)
+
+
+MODEL = ("mode", "size")
+"""Factors that a label has side by side, before the others."""
+
+
+def _in_words(name: str, value: Factor) -> str:
+    if isinstance(value, str):
+        return value
+    number = f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{name.replace('_', ' ')} {number}"
 
 
 @dataclass(frozen=True)
-class PaperValue:
-    """A number of the paper, or of its authors' published curves, and where it stands."""
+class ArmRun:
+    """One seed of an arm, with all that it takes to train and test it."""
 
-    value: float
-    source: str
+    label: str
+    run: Run
+    test_sequences: int
+    generated_sequences: int
+
+    @property
+    def name(self) -> str:
+        """For a person: "ENTP medium, tuned, seed 0"."""
+        return f"{self.label}, seed {self.run.seed}"
+
+    @property
+    def hash(self) -> str:
+        """The run's identity: equal runs have equal ones, under any label."""
+        return config_hash(self.run)
 
 
 @dataclass(frozen=True)
@@ -34,52 +118,95 @@ class Recipe:
     """The figure or table."""
     question: str
     """What is being asked."""
-    runs: dict[str, Run]
-    """Label to run, in the order of the table."""
-    metrics: tuple[str, ...]
-    """What the table shows of each run: the best value that any of its evaluations reached, as the
-    paper's tables do."""
-    paper: dict[str, dict[str, PaperValue]]
-    """Label to metric to the paper's value."""
-    shrink: Callable[[Run], Run]
+    arms: Sequence[Arm]
+    """In the order of the table."""
+    tiny_run: Callable[[Run], Run]
     """A run small enough for a few CPU seconds, of the same kind."""
-    seeds: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Label to the seeds it is run with, where that is not its own seed alone."""
-    curves: dict[str, dict[str, Curve]] = field(default_factory=dict)
-    """Label to metric to the authors' curve, drawn in grey."""
-    fresh: int = 10_000
-    """Sequences, drawn anew, on which the best weights of a finished run are tested."""
-    alone: int = 0
-    """Sequences that it then continues by itself."""
-    picture: Callable[[dict[str, Any], Path], None] | None = None
-    """Draws the results in its own way, instead of the curves."""
-    few: tuple[str, ...] = ()
-    """Arms of the tiny version, where all of them would be too many."""
-    missing: dict[str, str] = field(default_factory=dict)
+    tiny_arms: Selector = field(default_factory=dict)
+    """Factors of the arms that the tiny version has."""
+    table: Table | None = None
+    """A grid of arms. None: a row for each."""
+    figure: Figure | Sequence[Figure] = CURVES
+    """The figure, or several one above the other."""
+    reproduced_if: str = ""
+    """The rule that decides the verdict, in words; written down before the runs."""
+    checks: Sequence[Check] = ()
+    """The rule as data."""
+    test_sequences: int = 10_000
+    """Test sequences for the best checkpoint of a finished run."""
+    generated_sequences: int = 0
+    """Test sequences whose answers it also generates."""
+    authors_curves: Mapping[str, AuthorsCurve] = field(default_factory=dict)
+    """Label to the authors' curve, drawn in grey."""
+    not_run: Mapping[str, str] = field(default_factory=dict)
     """Parts of the figure that are not run here, and why."""
-    source: str = ""
-    """How `find_recipe` found it: processes of its own find it again by this."""
+    command: str = ""
+    """How a person runs it; empty: by its name."""
 
-    def arms(self, only: Sequence[str] = (), seed: int | None = None) -> list[tuple[str, Run]]:
-        """Every run with its label, one for each seed; or those of some labels, or of one seed."""
+    @property
+    def figures(self) -> list[Figure]:
+        return [self.figure] if isinstance(self.figure, Figure) else list(self.figure)
+
+    @property
+    def metrics(self) -> list[MetricSpec]:
+        """What its arms measure, each once."""
+        found = {m.name: MetricSpec.of(m) for arm in self.arms for m in arm.run.task.metrics}
+        return list(found.values())
+
+    def runs(self, only: Sequence[str] = (), seed: int | None = None) -> list[ArmRun]:
+        """Every seed of every arm; or those of some labels, or of one seed."""
         return [
-            (label, replace(run, seed=own))
-            for label, run in self.runs.items()
-            for own in self.seeds.get(label, (run.seed,))
-            if (not only or label in only) and seed in (None, own)
+            ArmRun(
+                arm.label,
+                replace(arm.run, seed=own),
+                self.test_sequences,
+                self.generated_sequences,
+            )
+            for arm in self.arms
+            for own in arm.seeds
+            if (not only or arm.label in only) and seed in (None, own)
         ]
+
+    def record(self) -> Record:
+        """Its results before anything is run."""
+        arms = {
+            arm.label: ArmRecord(
+                factors=dict(arm.factors), paper=dict(arm.paper), seeds=list(arm.seeds)
+            )
+            for arm in self.arms
+        }
+        return Record(
+            schema_version=VERSION,
+            recipe=self.name,
+            title=self.title,
+            question=self.question,
+            command=self.command or f"entp reproduce {self.name}",
+            metrics=self.metrics,
+            table=self.table,
+            figures=self.figures,
+            reproduced_if=self.reproduced_if,
+            checks=list(self.checks),
+            authors_curves=dict(self.authors_curves),
+            arms=arms,
+            not_run=dict(self.not_run),
+        )
 
     def tiny(self) -> Recipe:
         """The same recipe for a CPU minute: it shows that everything works, not the result."""
-        runs = {
-            label: self.shrink(run)
-            for label, run in self.runs.items()
-            if label in (self.few or self.runs)
-        }
-        small = {"fresh": min(self.fresh, 64), "alone": min(self.alone, 32), "curves": {}}
-        return replace(
-            self, name=f"{self.name}-tiny", runs=runs, title=f"{self.title}, tiny runs", **small
-        )  # type: ignore[arg-type]
+        arms = [arm for arm in self.arms if matches(arm.factors, self.tiny_arms)]
+        found = replace(
+            self,
+            name=f"{self.name}-tiny",
+            title=f"{self.title}, tiny runs",
+            arms=[arm.as_tiny(self.tiny_run) for arm in arms],
+            test_sequences=min(self.test_sequences, TINY_TEST),
+            generated_sequences=min(self.generated_sequences, TINY_GENERATED),
+            authors_curves={},
+            checks=(),
+            command=f"{self.command or f'entp reproduce {self.name}'} --tiny",
+        )
+        check_recipe(found)
+        return found
 
 
 def find_recipe(name: str) -> Recipe:
@@ -89,30 +216,130 @@ def find_recipe(name: str) -> Recipe:
         raise InputError(
             f"recipe {name!r} is {found!r}: it must be an entp.experiments.recipe.Recipe."
         )
-    complain(_problems(found))
-    return replace(found, source=name)
+    check_recipe(found)
+    return replace(found, command=f"entp reproduce {name}")
 
 
-def _problems(recipe: Recipe) -> list[str]:
-    """What would only come to light while its arms are run, or after that."""
-    problems = []
+def check_recipe(recipe: Recipe) -> None:
+    """InputError for what would only come to light while its arms run, or after that."""
     if not re.fullmatch(r"\w[\w.-]*", recipe.name):
-        problems.append(
+        raise InputError(
             f"the recipe's name is {recipe.name!r}: letters, digits, - and _ are allowed, as it "
-            "names a folder"
+            "names a folder."
         )
-    if not recipe.runs:
-        problems.append(f"recipe {recipe.name} has no runs: give it at least one")
-    for part in ("paper", "seeds", "few"):
-        strangers = [label for label in getattr(recipe, part) if label not in recipe.runs]
-        problems += [
-            str(one_of(f"arm in {part}", label, recipe.runs)).rstrip(".") for label in strangers
-        ]
-    goals = {
-        run.goal: label for label, run in recipe.runs.items() if run.goal not in recipe.metrics
-    }
-    problems += [
-        f"{label} is chosen by {goal}, which is not among the recipe's metrics"
-        for goal, label in goals.items()
-    ]
-    return problems
+    strangers = [arm for arm in recipe.arms if not isinstance(arm, Arm)]
+    if strangers or not recipe.arms:
+        told = f"{strangers[0]!r} among its arms" if strangers else "no arms"
+        raise InputError(f"recipe {recipe.name} has {told}: give it at least one Arm, and no more.")
+    raise_problems([*_arm_problems(recipe), *_size_problems(recipe)])
+    raise_problems([*_twins(recipe), *_metric_problems(recipe)])
+    raise_problems([*_table_problems(recipe), *_figure_problems(recipe), *_check_problems(recipe)])
+
+
+def _arm_problems(recipe: Recipe) -> Iterator[str]:
+    for arm in recipe.arms:
+        if not isinstance(arm.run, Run):
+            yield f"arm {arm.label!r} has {arm.run!r}, which is not a Run"
+            return
+        for name, value in arm.factors.items():
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not isinstance(value, str) and not (number and math.isfinite(value)):
+                yield f"factor {name} of an arm is {value!r}: it must be a text or a number"
+        seeds = [as_int(seed) for seed in arm.seeds]
+        if not seeds or None in seeds or len(set(seeds)) < len(seeds):
+            yield f"seeds of arm {arm.label!r} are {arm.seeds}: give whole numbers, each once"
+        known = {metric.name for metric in arm.run.task.metrics}
+        for metric, paper in arm.paper.items():
+            if metric not in known:
+                yield _unknown(f"metric in paper of arm {arm.label!r}", metric, known)
+            elif not isinstance(paper, PaperValue):
+                yield f"paper of arm {arm.label!r} has {paper!r}: it must be a PaperValue"
+
+
+def _unknown(what: str, got: object, allowed: object) -> str:
+    return str(one_of(what, got, allowed)).rstrip(".")
+
+
+def _size_problems(recipe: Recipe) -> Iterator[str]:
+    if recipe.test_sequences < 1 or recipe.generated_sequences < 0:
+        yield (
+            f"test_sequences is {recipe.test_sequences} and generated_sequences "
+            f"{recipe.generated_sequences}: give at least 1 and at least 0"
+        )
+    if not any(matches(arm.factors, recipe.tiny_arms) for arm in recipe.arms):
+        yield f"tiny_arms is {recipe.tiny_arms}: no arm has these factors"
+
+
+def _twins(recipe: Recipe) -> Iterator[str]:
+    """Arms that a person or a run folder could not tell apart."""
+    labels = [arm.label for arm in recipe.arms]
+    for label in sorted({label for label in labels if labels.count(label) > 1}):
+        yield f"two arms have the factors of {label!r}: give them different ones"
+    seen: dict[str, str] = {}
+    for one in recipe.runs():
+        other = seen.setdefault(one.hash, one.name)
+        if other != one.name:
+            yield f"{one.name} and {other} are the same run: leave one of them out"
+
+
+def _metric_problems(recipe: Recipe) -> Iterator[str]:
+    found: dict[str, MetricSpec] = {}
+    for arm in recipe.arms:
+        for metric in map(MetricSpec.of, arm.run.task.metrics):
+            if found.setdefault(metric.name, metric) != metric:
+                yield f"metric {metric.name} is not the same in all arms: give one another name"
+    for label, curve in recipe.authors_curves.items():
+        for name, values in curve.values.items():
+            if name not in found:
+                yield _unknown(f"metric in authors_curves of {label!r}", name, found)
+            if not len(values) == len(curve.steps) == len(curve.sequences):
+                counts = f"{len(values)} values of {name}, and {len(curve.steps)} steps"
+                yield f"authors_curves of {label!r} has {counts}: give as many"
+
+
+def _table_problems(recipe: Recipe) -> Iterator[str]:
+    if recipe.table is None:
+        return
+    metrics = {metric.name: metric for metric in recipe.metrics}
+    cells = recipe.table.cells or tuple(metrics)[:1]
+    yield from (_unknown("metric in table", c, metrics) for c in cells if c not in metrics)
+    slices = {name for cell in cells if cell in metrics for name in metrics[cell].slices}
+    factors = _factors(recipe)
+    for part, allowed in (("rows", factors), ("columns", factors | slices)):
+        names = getattr(recipe.table, part)
+        strangers = [name for name in names if name not in allowed]
+        yield from (_unknown(f"factor in table.{part}", name, allowed) for name in strangers)
+
+
+def _factors(recipe: Recipe) -> set[str]:
+    return {name for arm in recipe.arms for name in arm.factors}
+
+
+def _figure_problems(recipe: Recipe) -> Iterator[str]:
+    metrics, factors = {metric.name: metric for metric in recipe.metrics}, _factors(recipe)
+    for figure in recipe.figures:
+        yield from (_unknown("metric in figure", y, metrics) for y in figure.y if y not in metrics)
+        named = [*figure.lines, *figure.where, *([figure.panels] if figure.panels else [])]
+        yield from (_unknown("factor in figure", n, factors) for n in named if n not in factors)
+        slices = {name for y in figure.y or metrics if y in metrics for name in metrics[y].slices}
+        allowed: Mapping[str, object] = {
+            "curves": ("", *AXES),
+            "slices": sorted(factors | slices),
+            "grid": sorted(factors),
+            "bars": ("",),
+        }
+        if figure.x not in allowed[figure.kind]:  # type: ignore[operator]
+            yield _unknown(f"x of a figure of {figure.kind}", figure.x, allowed[figure.kind])
+
+
+def _check_problems(recipe: Recipe) -> Iterator[str]:
+    metrics, factors = [metric.name for metric in recipe.metrics], _factors(recipe)
+    for check in recipe.checks:
+        if check.metric not in metrics:
+            yield _unknown("metric in a check", check.metric, metrics)
+        strangers = [name for name in check.same if name not in factors]
+        yield from (_unknown("factor in a check", name, factors) for name in strangers)
+        sides = [check.left, check.right] if isinstance(check.right, Mapping) else [check.left]
+        for side in sides:
+            if not any(matches(arm.factors, side) for arm in recipe.arms):
+                yield f"the check {check.says!r} is about {side}: no arm has these factors"

@@ -1,46 +1,68 @@
-"""Carry a recipe out: train what is missing, test it on fresh sequences, then the table paper |
-ours and the pictures.
+"""Carry a recipe out: train what is missing, test it, then the table paper | ours and the figures.
 
 runs/count3/
-  ENTP-medium-3f2a91c0de/     one run folder per arm and seed; final.json: its best weights on fresh sequences
-  results.json                per arm and seed: values with intervals, the paper's, curve, steps, seconds, device, commit, date
-  curves.png                  loss and accuracy against steps, the authors' curves in grey
+  ENTP-medium-tuned-3f2a91c0de/   one run folder per arm and seed; test.json: its best checkpoint on
+                                  test sequences
+  results.json                    per arm and seed: values with intervals, the paper's, curve,
+                                  steps, seconds, device, commit, date
+  results.png                     the figures
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from pydantic import Field
 
 from entp.config import Run
-from entp.config.json import parse_json
-from entp.errors import InputError, one_of
-from entp.experiments.recipe import Recipe, find_recipe
-from entp.experiments.records import FINAL, collect, read_final, read_results, run_folder
-from entp.experiments.workers import side_by_side
-from entp.report.curves import draw_curves
-from entp.training.checkpoint import alone_in, find, load, write_file
+from entp.errors import DeviceFailed, InputError, TrainingStopped, one_of
+from entp.experiments.collect import (
+    Kept,
+    add_metrics,
+    collect,
+    find_folder,
+    match_runs,
+    read_folder,
+    read_test,
+    write_test,
+)
+from entp.experiments.recipe import ArmRun, Recipe, check_recipe
+from entp.experiments.workers import Ending, in_parallel
+from entp.files import lock_folder, write_file
+from entp.report.figures import draw_record
+from entp.results.schema import Record, RunTest, TotalsData
+from entp.results.store import read_record, write_record
+from entp.training.checkpoint import find, load
 from entp.training.trainer import train
 
 MOST_MINUTES = 1e9
+RESULTS = "results.json"
 
 
-class How(NamedTuple):
-    """How runs are carried out."""
+class Resources(NamedTuple):
+    """What runs are carried out with."""
 
-    runs: Path
+    root: Path
+    """The folder of the recipe's run folders."""
     device: str
-    jobs: int
+    concurrent: int
     """Runs at a time, which share the device."""
-    minutes: float | None
+    max_minutes: float | None
     """Most training time of each."""
+
+
+class Outcome(Record):
+    """The record that came out."""
+
+    stopped_by: int | None = Field(default=None, exclude=True)
+    """The signal that stopped it, if one did."""
 
 
 def reproduce(
@@ -52,117 +74,191 @@ def reproduce(
     seed: int | None = None,
     jobs: int = 1,
     record: Path | None = None,
-    minutes: float | None = None,
-) -> dict[str, Any]:
+    max_minutes: float | None = None,
+) -> Outcome:
     """Train the arms that are not finished, or `only` some, or those of one seed, and write what
     came out. Returns the results.
 
-    minutes: most training time of an arm, for arms whose schedule does not follow the clock anyway.
-        What an arm has by then is
-        tested and recorded with its number of steps; without the limit it goes on from there.
-    record: a results file that may hold runs of other machines. Those that are done in it are not
-        trained again; what comes out
-        here is added to it, the picture of the curves is drawn beside it, and the results are all
-        of it.
+    An arm that fails does not stop the others; all that failed are named in an error at the end.
+
+    max_minutes: most training time of an arm, for arms whose schedule does not follow the clock
+        anyway. What an arm has by then is tested and recorded with its number of steps; without the
+        limit it goes on from there.
+    record: a results file that may hold runs of other machines. Those that are done and tested in
+        it are not trained again; what comes out here is added to it, the figure is drawn beside it,
+        and the results are all of it.
     """
-    kept = read_results(recipe, record) if record is not None else {}
+    check_recipe(recipe)
+    _check(recipe, only, seed, jobs, max_minutes)
+    study = Study(recipe.record(), recipe.runs(), runs / recipe.name, record)
+    study.root.mkdir(parents=True, exist_ok=True)
+    kept = study.read_kept(quiet=False)
+    study.keep_what_is_left_out(len(kept))
+    arms = [arm for arm in recipe.runs(only, seed) if study.is_to_do(arm, kept)]
+    resources = Resources(study.root, device, max(1, min(jobs, len(arms))), max_minutes)
+    stopped, found, failed = None, study.write(), {}
+    for ending in _run_all(arms, resources, jobs):
+        found = study.write()  # what is done is not lost with what is not
+        stopped = ending.stopped_by
+        if ending.error is not None and not stopped:
+            failed[arms[ending.number].name] = ending.error
+    if stopped:
+        found = study.write()  # those beside it have saved since
+    for path in study.places:
+        draw_record(found, path.with_suffix(".png"))
+    _raise_failed(failed, len(arms), study.root / RESULTS)
+    return Outcome(**dict(found), stopped_by=stopped)
+
+
+def _check(
+    recipe: Recipe,
+    only: Sequence[str],
+    seed: int | None,
+    jobs: int,
+    max_minutes: float | None,
+) -> None:
+    labels = [arm.label for arm in recipe.arms]
     for label in only:
-        if label not in recipe.runs:
-            raise one_of(f"arm of {recipe.name}", label, recipe.runs)
-    if not recipe.arms(only, seed):
-        raise one_of("seed", str(seed), sorted({str(run.seed) for _, run in recipe.arms(only)}))
+        if label not in labels:
+            raise one_of(f"arm of {recipe.name}", label, labels)
+    if not recipe.runs(only, seed):
+        raise one_of("seed", seed, sorted({str(arm.run.seed) for arm in recipe.runs(only)}))
     if jobs < 1:
         raise InputError(f"--jobs is {jobs}: it must be at least 1.")
-    if minutes is not None and not 0 < minutes <= MOST_MINUTES:
-        told = f"it must be above 0 and at most {MOST_MINUTES:g}; leave it out to train to the end"
-        raise InputError(f"--minutes is {minutes:g}: {told}.")
-    folder = runs / recipe.name
-    folder.mkdir(parents=True, exist_ok=True)
-    done = {key for key, run in kept.items() if run["status"] == "done"}
-    arms = [(label, run) for label, run in recipe.arms(only, seed) if (label, run.seed) not in done]
-    places = {folder / "results.json": folder / "curves.png"}
-    if record is not None:
-        places[record] = record.with_suffix(".png")
-        _keep_what_is_left_out(record, len(kept))
-    stopped, results = None, _write(recipe, runs, record, places)
-    how = How(runs, device, jobs, minutes)
-    for signal_caught in (
-        _side_by_side(recipe, arms, how) if jobs > 1 else _one_by_one(recipe, arms, how)
-    ):
-        stopped, results = (
-            signal_caught,
-            _write(recipe, runs, record, places),
-        )  # what is done is not lost with what is not
-    if stopped:
-        results = _write(recipe, runs, record, places)  # those beside it have saved since
-    for picture in places.values():
-        draw(recipe, results, picture)
-    return {**results, "stopped_by": stopped}
-
-
-def _keep_what_is_left_out(record: Path, kept: int) -> None:
-    """A copy of a record that is about to lose runs with other settings: they may be hours of a
-    GPU, and nowhere else."""
-    arms = parse_json(record.read_text())["arms"] if record.exists() else {}
-    if sum(len(arm.get("runs", [])) for arm in arms.values()) > kept:
-        names = (
-            record.with_name(f"{record.name}.old{number or ''}") for number in itertools.count()
+    if max_minutes is not None and not 0 < max_minutes <= MOST_MINUTES:
+        raise InputError(
+            f"--max-minutes is {max_minutes:g}: it must be above 0 and at most {MOST_MINUTES:g}; "
+            "leave it out to train to the end."
         )
-        copy = next(path for path in names if not path.exists())
-        write_file(copy, record.read_bytes())
-        print(f"{record}: what is left out is still in {copy}.", file=sys.stderr)
 
 
-def _write(
-    recipe: Recipe, runs: Path, record: Path | None, places: Iterable[Path]
-) -> dict[str, Any]:
-    """Collect what there is and write it to these files. Another process may have added to the
-    record since it was read."""
-    with alone_in(record.parent if record is not None else runs):
-        kept = read_results(recipe, record, quiet=True) if record is not None else {}
-        results = collect(recipe, runs, kept)
-        for path in places:
-            write_file(path, (json.dumps(results, indent=1) + "\n").encode())
-    return results
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """The arms of a recipe, and where their results are."""
+
+    blank: Record
+    arms: list[ArmRun]
+    root: Path
+    record: Path | None
+
+    @property
+    def places(self) -> list[Path]:
+        """The files that results are written to."""
+        own = self.root / RESULTS
+        return [own] if self.record is None else [own, self.record]
+
+    def read_kept(self, quiet: bool = True) -> Kept:
+        """The runs in the record that are of these arms; none where there is no record yet."""
+        if self.record is None or not self.record.exists():
+            return {}
+        return match_runs(self._read(self.record), self.arms, self.record, quiet)
+
+    def _read(self, path: Path) -> Record:
+        found = read_record(path)
+        if found.recipe != self.blank.recipe:
+            raise InputError(
+                f"{path} holds results of {found.recipe}, not of {self.blank.recipe}: give another "
+                "name."
+            )
+        return found
+
+    def keep_what_is_left_out(self, kept: int) -> None:
+        """Copy a record that is about to lose runs: they may be hours of a GPU."""
+        if self.record is None or not self.record.exists():
+            return
+        if sum(len(arm.runs) for arm in self._read(self.record).arms.values()) > kept:
+            names = (
+                self.record.with_name(f"{self.record.name}.old{number or ''}")
+                for number in itertools.count()
+            )
+            copy = next(path for path in names if not path.exists())
+            write_file(copy, self.record.read_bytes())
+            print(f"{self.record}: what is left out is still in {copy}.", file=sys.stderr)
+
+    def is_to_do(self, arm: ArmRun, kept: Kept) -> bool:
+        """Whether a run is to be trained or tested. One that the record has as done but untested is
+        tested if its folder is here, and trained again if not."""
+        run = kept.get(arm.hash)
+        if run is None or not run.done:
+            return True
+        if run.test is None and not (find_folder(arm, self.root) / "config.json").exists():
+            print(
+                f"{self.record}: {arm.name} is done but untested, and its folder is not in "
+                f"{self.root}: it is trained again.",
+                file=sys.stderr,
+            )
+        return run.test is None
+
+    def write(self) -> Record:
+        """Collect what there is and write it. Another process may have added to the record since it
+        was read."""
+        with lock_folder(self.root if self.record is None else self.record.parent):
+            blank = self.blank
+            if self.record is not None and self.record.exists():
+                blank = add_metrics(blank, self._read(self.record))
+            found = collect(blank, self.arms, self.root, self.read_kept())
+            for path in self.places:
+                found = write_record(path, found)
+        return found
 
 
-def draw(recipe: Recipe, results: dict[str, Any], picture: Path) -> None:
-    """The recipe's own picture if it has one, else the curves."""
-    if recipe.picture is not None:
-        recipe.picture(results, picture)
-    else:
-        draw_curves(recipe, results, picture)
+def _raise_failed(failed: dict[str, Exception], arms: int, results: Path) -> None:
+    """One error about all arms that failed, if some did."""
+    if not failed:
+        return
+    if len(failed) == arms == 1:
+        raise next(iter(failed.values()))
+    told = "; ".join(f"{name}: {str(error).rstrip('.')}" for name, error in failed.items())
+    kind = InputError if all(isinstance(e, InputError) for e in failed.values()) else None
+    raise (kind or TrainingStopped)(
+        f"{len(failed)} of {arms} runs failed. {told}. The others are in {results}."
+    )
 
 
-def _one_by_one(recipe: Recipe, arms: list[tuple[str, Run]], how: How) -> Iterator[int | None]:
-    """After each arm, the signal that stopped it, if one did."""
+def _run_all(arms: list[ArmRun], resources: Resources, jobs: int) -> Iterator[Ending]:
+    """How each arm ended, as they do. A GPU that fails ends them all."""
+    each = _one_by_one if jobs == 1 else _at_once
+    for ending in each(arms, resources):
+        if isinstance(ending.error, DeviceFailed):
+            raise ending.error
+        if ending.error is not None:
+            print(f"{arms[ending.number].name} failed: {ending.error}", file=sys.stderr, flush=True)
+        yield ending
+
+
+def _one_by_one(arms: list[ArmRun], resources: Resources) -> Iterator[Ending]:
     start = time.monotonic()
-    for number, (label, run) in enumerate(arms, 1):
-        left = time_left(time.monotonic() - start, number - 1, len(arms))
-        print(f"[{number}/{len(arms)}] {label}, seed {run.seed}{left}", file=sys.stderr, flush=True)
-        stopped = carry_out(recipe, label, run, how)
-        yield stopped
-        if stopped:
+    for number, arm in enumerate(arms):
+        left = time_left(time.monotonic() - start, number, len(arms))
+        print(f"[{number + 1}/{len(arms)}] {arm.name}{left}", file=sys.stderr, flush=True)
+        ending = _try_arm(number, arm, resources)
+        yield ending
+        if ending.stopped_by:
             return
 
 
-def _side_by_side(recipe: Recipe, arms: list[tuple[str, Run]], how: How) -> Iterator[int | None]:
+def _try_arm(number: int, arm: ArmRun, resources: Resources) -> Ending:
+    try:
+        return Ending(number, run_arm(arm, resources))
+    except Exception as error:
+        return Ending(number, error=error)
+
+
+def _at_once(arms: list[ArmRun], resources: Resources) -> Iterator[Ending]:
     """Several at once, each in a process of its own. A signal stops all; those that train save what
     they have."""
-    tasks = [(recipe.source, recipe.name, label, run.seed, how) for label, run in arms]
-    print(f"{len(arms)} runs, {how.jobs} at a time", file=sys.stderr, flush=True)
-    start = time.monotonic()
-    for done, (number, stopped) in enumerate(side_by_side(how.jobs, _in_process, tasks), 1):
-        label, run = arms[number]
-        state = (
-            "stopped"
-            if stopped
-            else "done" + time_left(time.monotonic() - start, done, len(arms), how.jobs)
-        )
-        print(
-            f"[{done}/{len(arms)}] {label}, seed {run.seed}: {state}", file=sys.stderr, flush=True
-        )
-        yield stopped
+    jobs, start = resources.concurrent, time.monotonic()
+    print(f"{len(arms)} runs, {jobs} at a time", file=sys.stderr, flush=True)
+    tasks = [(arm, resources, True) for arm in arms]
+    for done, ending in enumerate(in_parallel(jobs, run_arm, tasks), 1):
+        state = "done" + time_left(time.monotonic() - start, done, len(arms), jobs)
+        if ending.stopped_by:
+            state = "stopped"
+        elif ending.error is not None:
+            state = "failed"
+        name = arms[ending.number].name
+        print(f"[{done}/{len(arms)}] {name}: {state}", file=sys.stderr, flush=True)
+        yield ending
 
 
 def time_left(seconds: float, done: int, runs: int, jobs: int = 1) -> str:
@@ -174,48 +270,76 @@ def time_left(seconds: float, done: int, runs: int, jobs: int = 1) -> str:
     return f", about {left:.0f} s left" if left < 100 else f", about {left / 60:.0f} min left"
 
 
-def _in_process(source: str, name: str, label: str, seed: int, how: How) -> int | None:
-    """The arm of a recipe that this process looks up again: recipes hold functions, which do not
-    travel."""
-    found = find_recipe(source)
-    recipe = found if found.name == name else found.tiny()
-    run = next(run for _, run in recipe.arms([label], seed))
-    return carry_out(recipe, label, run, how, quiet=True)
-
-
-def carry_out(recipe: Recipe, label: str, run: Run, how: How, quiet: bool = False) -> int | None:
-    """Train one run, or what is left of it, and test its best weights. Returns the signal that
+def run_arm(arm: ArmRun, resources: Resources, quiet: bool = False) -> int | None:
+    """Train one run, or what is left of it, and test its best checkpoint. Returns the signal that
     stopped it, if one did."""
-    folder = run_folder(recipe, label, run, how.runs)
-    if how.minutes is not None and run.optim.decay == "steps":
-        seconds = min(60 * how.minutes, run.train.max_seconds or math.inf)
-        run = dataclasses.replace(run, train=dataclasses.replace(run.train, max_seconds=seconds))
-    result = train(
-        run, folder, device=how.device, resume=(folder / "config.json").exists(), quiet=quiet
-    )
-    if not result.stopped_by:
-        measure_best(recipe, run, folder, how)
-    return result.stopped_by
+    folder = find_folder(arm, resources.root)
+    before = read_folder(arm, resources.root)
+    if before is None or not before.done:
+        run = _limited(arm.run, resources.max_minutes)
+        begun = (folder / "config.json").exists()
+        result = train(run, folder, device=resources.device, resume=begun, quiet=quiet)
+        if result.stopped_by:
+            return result.stopped_by
+        concurrent = _concurrent(folder, arm.run, begun, resources.concurrent)
+    else:
+        concurrent = _concurrent(folder, arm.run, True, None)
+    measure_best(arm, folder, resources, concurrent)
+    return None
 
 
-def measure_best(recipe: Recipe, run: Run, folder: Path, how: How) -> None:
-    """final.json: the best weights of a run on fresh sequences, unless it is there for these
-    weights already."""
+def _limited(run: Run, max_minutes: float | None) -> Run:
+    """The run with at most so many minutes, unless its schedule follows the clock anyway."""
+    if max_minutes is None or run.optim.decay_by == "seconds":
+        return run
+    seconds = min(60 * max_minutes, run.train.max_seconds or math.inf)
+    return dataclasses.replace(run, train=dataclasses.replace(run.train, max_seconds=seconds))
+
+
+def _concurrent(folder: Path, run: Run, begun: bool, now: int | None) -> int | None:
+    """Runs that shared the device all along; None where that is not known or changed."""
+    if not begun:
+        return now
+    before = read_test(folder, run)
+    if before is None or now not in (None, before.concurrent_runs):
+        return None
+    return before.concurrent_runs
+
+
+def measure_best(arm: ArmRun, folder: Path, resources: Resources, concurrent: int | None) -> None:
+    """Write test.json: the best checkpoint on test sequences, unless it is there for this one
+    already."""
     from entp.training.distributed import World, pick_device
-    from entp.training.evaluate import accuracy_by_length, evaluate, fresh_batches, generated_right
+    from entp.training.evaluate import (
+        evaluate,
+        evaluate_baseline,
+        evaluate_generated,
+        untouched_batches,
+    )
+    from entp.training.forward import Forward
 
-    best, path = find(folder), folder / FINAL
-    if (read_final(folder) or {}).get("weights") == best.name:
+    run, best, before = arm.run, find(folder), read_test(folder, arm.run)
+    if before is not None and before.checkpoint == best.name:
         return
-    where = pick_device(how.device, World())
-    model = load(folder, device=where)
-    values = evaluate(model, run, batches=fresh_batches(run, recipe.fresh), device=where)
-    found: dict[str, Any] = {"weights": best.name, "trained_side_by_side": how.jobs, **values}
-    if run.task.loss == "cross_entropy":
-        found["by_length"] = accuracy_by_length(
-            model, run, fresh_batches(run, min(recipe.fresh, 2048)), where
-        )
-    if recipe.alone:
-        right, tried = generated_right(model, run, fresh_batches(run, recipe.alone), where)
-        found["generated"] = {"right": right, "n": tried}
-    write_file(path, (json.dumps(found) + "\n").encode())
+    device = pick_device(resources.device, World())
+    model, task, how = load(best, device=device), run.task, Forward.of(run)
+
+    def batches(sequences: int) -> Iterable:
+        return untouched_batches(task, sequences, run.batch_size, run.seed)
+
+    generated = None
+    if arm.generated_sequences:
+        some = batches(arm.generated_sequences)
+        generated = TotalsData.of(evaluate_generated(model, task, some, how, device=device))
+    many = arm.test_sequences
+    test = RunTest(
+        checkpoint=best.name,
+        concurrent_runs=concurrent,
+        totals=TotalsData.of(evaluate(model, task, batches(many), how, device=device)),
+        generated=generated,
+        baselines={
+            name: TotalsData.of(evaluate_baseline(task, name, batches(many)))
+            for name in task.baselines()
+        },
+    )
+    write_test(folder, test)

@@ -1,4 +1,4 @@
-"""Work side by side, in processes that save what they have when they are told to stop, and end with
+"""Work in parallel, in processes that save what they have when they are told to stop, and end with
 their parent."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from multiprocessing import active_children, get_context, parent_process
-from typing import Any
+from typing import Any, NamedTuple
 
 from entp.errors import TrainingStopped
 from entp.training.signals import StopSignals
@@ -20,11 +20,22 @@ _working = threading.Lock()
 """Held while a process is at work."""
 
 
-def side_by_side(
+class Ending(NamedTuple):
+    """How one of the tasks ended."""
+
+    number: int
+    stopped_by: int | None = None
+    """The signal, if one stopped it."""
+    error: Exception | None = None
+    """What it failed by, if it did."""
+
+
+def in_parallel(
     jobs: int, work: Callable[..., int | None], tasks: Sequence[tuple[Any, ...]]
-) -> Iterator[tuple[int, int | None]]:
-    """work(*task) for all tasks, `jobs` at a time: the number of each that is done, and the signal
-    that stopped it, if one did.
+) -> Iterator[Ending]:
+    """How each of the tasks ended, as they do: work(*task) for all, `jobs` at a time.
+
+    `work` returns the signal that stopped it, if one did.
 
     SIGTERM and SIGINT are passed on to those at work, which save what they have; nothing else is
     begun then. A second SIGINT ends them at once.
@@ -33,12 +44,10 @@ def side_by_side(
     todo = iter(enumerate(tasks))
     waiting: dict[Future[int | None], int] = {}
 
-    def begin(
-        count: int,
-    ) -> None:  # no more than are at work: what a pool has taken in, it begins even after a signal
-        waiting.update(
-            {pool.submit(_at_work, work, *task): number for number, task in islice(todo, count)}
-        )
+    def begin(count: int) -> None:
+        """No more than are at work: what a pool has taken in, it begins even after a signal."""
+        for number, task in islice(todo, count):
+            waiting[pool.submit(_at_work, work, *task)] = number
 
     with StopSignals(_terminate_all, _kill_all) as signals:
         try:
@@ -48,11 +57,11 @@ def side_by_side(
                 if signals.caught:
                     _terminate_all()  # again: one that had not begun to train did not listen
                 for future in done:
-                    stopped = _outcome(future, signals)
-                    if not stopped:
+                    ending = _ending(waiting.pop(future), future, signals)
+                    if not ending.stopped_by:
                         begin(1)
-                    yield waiting.pop(future), stopped
-                    if stopped:
+                    yield ending
+                    if ending.stopped_by:
                         return
         finally:
             pool.shutdown(wait=not signals.caught, cancel_futures=True)
@@ -61,16 +70,19 @@ def side_by_side(
                 left[0].join(1)
 
 
-def _outcome(future: Future[int | None], signals: StopSignals) -> int | None:
-    """The signal that stopped what is done, if one did: the parent's own, where it caught one."""
+def _ending(number: int, future: Future[int | None], signals: StopSignals) -> Ending:
+    """How what is done ended: by the parent's own signal, where it caught one."""
     try:
-        stopped = future.result()
-    except BrokenProcessPool:  # one that was only just starting died of the signal
-        if not signals.caught:
-            told = "a process died, perhaps because memory ran out: run again to go on, with fewer --jobs"
-            raise TrainingStopped(f"{told}; what was saved is kept.") from None
-        stopped = None
-    return signals.caught or stopped
+        return Ending(number, signals.caught or future.result())
+    except BrokenProcessPool:
+        if signals.caught:  # one that was only just starting died of the signal
+            return Ending(number, signals.caught)
+        raise TrainingStopped(
+            "a process died, perhaps because memory ran out: run again to go on, with fewer "
+            "--jobs; what was saved is kept."
+        ) from None
+    except Exception as error:
+        return Ending(number, signals.caught, error)
 
 
 def _terminate_all() -> None:
@@ -84,7 +96,7 @@ def _kill_all() -> None:
 
 
 def _wait_quietly() -> None:
-    """A process that waits for work does not die of a signal; one that trains sees it all the same."""
+    """A process that waits for work does not die of a signal; one that trains sees it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()

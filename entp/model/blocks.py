@@ -1,7 +1,7 @@
-"""A Transformer block and the parts it is made of.
+"""A Transformer block and the modules it is made of.
 
-To add a norm or an activation: a line in entp/config.py, and one here. The kernels decline what
-they were not taught.
+To add a norm or an activation: a line in entp/config/model.py, and one here. The kernels decline
+what they were not taught.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from entp.model.positions import Rotary
 
 
 class SwiGLU(nn.Module):
-    """silu(gate) * up, for a gate and an up that stand side by side (Shazeer 2020)."""
+    """silu(gate) * up, for x = (gate, up) (Shazeer 2020)."""
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)
@@ -49,11 +49,12 @@ def make_activation(config: ModelConfig) -> nn.Module:
 class Block(nn.Module):
     """Attention, then an MLP, each added to the residual stream.
 
-    Pre-LN: h + attention(norm(h)), then h + MLP(norm(h)). Post-LN: norm(h + attention(h)), then
-    norm(h + MLP(h)).
-    `project` and `finish` are what stands before and after attention. They work on any rows (..., D), so the engine
-    can run a block on packed prefixes; `forward` is the block on whole sequences, and defines what
-    it computes.
+    Pre-LN: h + attention(norm(h)), then h + MLP(norm(h)).
+    Post-LN: norm(h + attention(h)), then norm(h + MLP(h)).
+
+    `project` and `finish` are what stands before and after attention. They work on any rows
+    (..., D), so the engine can run a block on packed prefixes; `forward` is the block on whole
+    sequences, and defines what it computes.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -80,14 +81,15 @@ class Block(nn.Module):
 
     def project(self, h: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (..., H, d), k and v (..., KV, d) of rows h (..., D) at these positions (...)."""
-        q, k, v = self.split_heads(self.qkv(self.norm_1(h) if self.pre_norm else h))
+        if self.pre_norm:
+            h = self.norm_1(h)
+        q, k, v = self.split_heads(self.qkv(h))
         if self.rotary is not None:
             q, k = self.rotary(q, position_ids), self.rotary(k, position_ids)
         return q, k, v
 
     def finish(self, h: Tensor, attended: Tensor) -> Tensor:
-        """What follows attention, on rows h and attended (..., D): output projection and MLP, with
-        their residuals."""
+        """Output projection and MLP with their residuals, on rows h and attended (..., D)."""
         if self.pre_norm:
             h = h + self.proj(attended)
             return h + self.out(self.activation(self.fc(self.norm_2(h))))
@@ -102,8 +104,10 @@ class Block(nn.Module):
         causal: bool = False,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """The block on sequences. mask: bool, True where a key is seen; bias: added to the scores
-        (B or 1, H, T, T)."""
-        q, k, v = (part.transpose(1, 2) for part in self.project(h_BTD, position_ids))
+        """The block on sequences (B, T, D).
+
+        mask: bool, True where a key is seen. bias: (B or 1, H, T, T), added to the scores.
+        """
+        q, k, v = (x.transpose(1, 2) for x in self.project(h_BTD, position_ids))
         attended = attend(q, k, v, scale=self.scale, mask=mask, causal=causal, bias=bias)
         return self.finish(h_BTD, attended.transpose(1, 2).flatten(2))

@@ -1,8 +1,7 @@
-"""Positions that are computed rather than learned as a table: sinusoids, rotations, and a bias on
-attention scores.
+"""Positions other than a learned table: sinusoids, rotations, and a bias on attention scores.
 
-Position ids are whole numbers from 0 on; two tokens may share one. Shapes in names: B batch, T
-time, H heads, d head size.
+Position ids are whole numbers from 0 on; two tokens may share one. Shapes in names: B batch,
+T time, H heads, d head size.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ BASE = 10_000.0
 
 
 def angles(position_ids: Tensor, count: int, dtype: torch.dtype, base: float = BASE) -> Tensor:
-    """(..., count) the angle of each position at frequencies from 1 down to about 1 / base, in fp32
-    or wider."""
+    """(..., count) angles at frequencies from 1 down to about 1 / base, in fp32 or wider."""
     wide = torch.promote_types(dtype, torch.float32)
     frequencies = base ** (-torch.arange(count, device=position_ids.device, dtype=wide) / count)
     return position_ids[..., None].to(wide) * frequencies
@@ -31,8 +29,7 @@ def sinusoids(position_ids: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 
 
 class Rotary(nn.Module):
-    """Rotates queries and keys by their positions: a score then depends on how far two tokens are
-    apart.
+    """Rotates queries and keys by their positions: a score then depends on two tokens' distance.
 
     Feature e turns together with feature e + d / 2, as in Llama. Computed in fp32 or wider,
     whatever the type of x.
@@ -43,21 +40,20 @@ class Rotary(nn.Module):
         self.base = base
 
     def table(self, position_ids: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (..., size / 2) of the angles at these positions, for heads of this
-        size."""
+        """Cosines and sines (..., size / 2) of the angles at these positions."""
         found = angles(position_ids, size // 2, dtype, self.base)
         return found.cos(), found.sin()
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
         """x (..., H, d) turned; position_ids (...), or what broadcasts to it."""
-        cos, sin = (part[..., None, :] for part in self.table(position_ids, x.shape[-1], x.dtype))
+        table = self.table(position_ids, x.shape[-1], x.dtype)
+        cos, sin = (values[..., None, :] for values in table)
         one, two = x.to(cos.dtype).chunk(2, -1)
         return torch.cat([one * cos - two * sin, two * cos + one * sin], -1).to(x.dtype)
 
 
 class RelativeBias(nn.Module):
-    """A learned number per head for every bucket of distances, added to the scores of all layers,
-    as in T5 and MPNet.
+    """A learned number per head and bucket of distances, added to all scores, as in T5 and MPNet.
 
     Half of the buckets are for keys after the query. Of each half, half are for single distances,
     the others grow logarithmically up to FARTHEST.

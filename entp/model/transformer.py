@@ -5,8 +5,8 @@
     logits = model(tokens, mode="entp")
 
 The weights know nothing of the mode: it is an argument. The methods `encode`, `embed`, `stack`,
-`attention_bias` and
-`readout` are what the engine needs of a model (entp/engine/protocol.py); a Transformer of your own may stand in its place.
+`attention_bias` and `readout` are what the engine needs of a model (entp/engine/protocol.py); a
+Transformer of your own may stand in its place.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from entp.model.positions import RelativeBias, Rotary, sinusoids
 
 
 class Transformer(nn.Module):
-    """GPT-2 as the paper uses it unless the config says otherwise, with the mode as an argument of
-    `forward`."""
+    """GPT-2 as in the paper unless the config says otherwise; `forward` takes the mode."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -44,7 +43,8 @@ class Transformer(nn.Module):
             self.positions = nn.Parameter(torch.empty(config.context_length, width))
         elif config.position_embedding == "given":
             self.register_buffer("positions", torch.zeros(config.context_length, width))
-        self.relative = RelativeBias(config.heads) if config.position_embedding == "relative" else None
+        relative = config.position_embedding == "relative"
+        self.relative = RelativeBias(config.heads) if relative else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = make_norm(config) if config.norm_placement == "pre" else nn.Identity()
         self.head = _make_head(config)
@@ -56,17 +56,18 @@ class Transformer(nn.Module):
         for name, p in self.named_parameters():
             if p.ndim == 2:
                 residual = name.endswith(("proj.weight", "out.weight"))
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
+                std = 0.02 / math.sqrt(2 * layers) if residual else 0.02
+                nn.init.normal_(p, std=std)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
 
     @torch.no_grad()
     def set_positions(self, table: Tensor) -> None:
-        """Set the position vectors (positions, width), for `position_embedding="given"` or "learned"."""
+        """Set the position vectors (context_length, width) of a given or learned embedding."""
         if not self.config.has_limit:
             raise InputError(
-                f"this model has position_embedding={self.config.position_embedding!r}: it has no position vectors to "
-                "set."
+                f"this model has position_embedding={self.config.position_embedding!r}: it has no "
+                "position vectors to set."
             )
         if table.shape != self.positions.shape:
             raise InputError(
@@ -87,7 +88,7 @@ class Transformer(nn.Module):
         impl: str = "auto",
         token_budget: int | None = None,
     ) -> Tensor:
-        """Predictions of every position (or those in `at`) in one of the modes: see `entp.predict`."""
+        """Predictions at every position, or those in `at`: see `entp.predict`."""
         return predict(
             self,
             x,
@@ -108,8 +109,7 @@ class Transformer(nn.Module):
         mask: Tensor | None = None,
         causal: bool = False,
     ) -> Tensor:
-        """The last block's output (B, T, D), block after block: with full attention, a mask (B or
-        1, T, T), or causal."""
+        """The last block's output (B, T, D): with full attention, causal, or with a mask."""
         h = self.embed(x, position_ids)
         ids = torch.arange(x.shape[1], device=x.device) if position_ids is None else position_ids
         bias = self.attention_bias(ids, ids)
@@ -123,23 +123,24 @@ class Transformer(nn.Module):
         return cast("list[Block]", list(self.blocks)) * self.config.loops
 
     def embed(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Inputs (B, T) or (B, T, input_dim) at these positions, (B, T) or (T,), as (B, T, D).
-        None: 0, 1, 2, ..."""
+        """Embeddings (B, T, D) of inputs (B, T) or (B, T, input_dim).
+
+        position_ids: (B, T) or (T,), or None for 0, 1, 2, ...
+        """
         if self.tokens is not None:
             h = self.tokens(x)
         else:
             assert self.read_in is not None
             h = self.read_in(x)
         if self.config.position_embedding == "sinusoidal":
-            ids = (
-                torch.arange(x.shape[1], device=x.device) if position_ids is None else position_ids
-            )
-            return h + sinusoids(ids, self.width, h.dtype)
+            if position_ids is None:
+                position_ids = torch.arange(x.shape[1], device=x.device)
+            return h + sinusoids(position_ids, self.width, h.dtype)
         if self.context_length is None:
             return h
-        return h + (
-            self.positions[: x.shape[1]] if position_ids is None else self.positions[position_ids]
-        )
+        if position_ids is None:
+            return h + self.positions[: x.shape[1]]
+        return h + self.positions[position_ids]
 
     def attention_bias(self, query_ids: Tensor, key_ids: Tensor) -> Tensor | None:
         """What is added to attention scores in every layer, (B or 1, H, Q, K), or None."""

@@ -1,4 +1,4 @@
-"""One picture of a file of benchmark sections: bars for steps, memory and generation, curves for
+"""One figure of a file of benchmark sections: bars for steps, memory and generation, curves for
 growth with n."""
 
 from __future__ import annotations
@@ -8,46 +8,48 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from entp.report.style import save_figure
+from entp.report.style import BENCH, GREY, mode_style, new_figure, save_figure
+from entp.results.sections import read_sections
 
-COLOURS = {
-    "entp reference": "0.6",
-    "entp packed": "C0",
-    "entp triton": "C2",
-    "decoder": "C1",
-    "decoder-triton": "C3",
-    "entp uncached": "0.6",
-    "entp": "C2",
-    "decoder uncached": "0.8",
-}
 Panel = Callable[[Any, dict[str, Any]], None]
+SIDES = {
+    "entp reference": ("the paper's loop", GREY),
+    "entp triton": ("ENTP, here (times faster)", mode_style("ENTP")["color"]),
+    "decoder-triton": ("decoder, here", mode_style("decoder")["color"]),
+}
+"""Variants that the summary compares."""
 
 
-def draw(sections: dict[str, Any], path: Path) -> None:
-    """Draw the panels of all known sections; ImportError without matplotlib."""
-    from matplotlib.figure import Figure
+def draw_sections(path: Path) -> str:
+    """Draw the sections of a file beside it; returns a message for a person."""
+    figure = path.with_suffix(".png")
+    return f"figure: {figure}" if draw(read_sections(path), figure) else "no figure"
 
-    panels = [
+
+def draw(sections: dict[str, Any], path: Path) -> bool:
+    """The panels of all known sections; False without matplotlib, or where there are none."""
+    shown = [
         (panel, sections[name])
         for name, found in PANELS.items()
         if name in sections
         for panel in found
     ]
-    if not panels:
-        return
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure: Any = Figure(figsize=(5 * columns, 3.8 * rows), layout="constrained")
+    columns = min(3, len(shown))
+    rows = -(-len(shown) // max(columns, 1))
+    figure = new_figure(5 * columns, 3.8 * rows) if shown else None
+    if figure is None:
+        return False
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    for (panel, section), axis in zip(panels, axes, strict=False):
+    for (panel, section), axis in zip(shown, axes, strict=False):
         panel(axis, section)
-    for axis in axes[len(panels) :]:
+    for axis in axes[len(shown) :]:
         axis.set_axis_off()
     machines = sorted(
-        {f"{s['environment']['device']}, torch {s['environment']['torch']}" for _, s in panels}
+        {f"{s['environment']['device']}, torch {s['environment']['torch']}" for _, s in shown}
     )
     figure.suptitle("; ".join(machines), fontsize=10)
     save_figure(figure, path)
+    return True
 
 
 def _step_times(axis: Any, section: dict[str, Any]) -> None:
@@ -65,33 +67,23 @@ def _step_memory(axis: Any, section: dict[str, Any]) -> None:
 def _bars(
     axis: Any, section: dict[str, Any], value: Callable[[dict[str, Any]], float], ratio: str
 ) -> None:
-    """Groups of bars, one group per shape and one bar per contender, on a log scale, each with its
+    """Groups of bars, one group per shape and one bar per variant, on a log scale, each with its
     ratio above it."""
     shapes = section["shapes"]
     names = list(dict.fromkeys(row["name"] for shape in shapes for row in shape["steps"]))
     width = 0.8 / len(names)
     for number, name in enumerate(names):
-        found = [
-            (at, row)
+        rows = {
+            at: row
             for at, shape in enumerate(shapes)
             for row in shape["steps"]
             if row["name"] == name
-        ]
-        places = [at + (number - (len(names) - 1) / 2) * width for at, _ in found]
-        bars = axis.bar(
-            places,
-            [max(value(row), 1e-6) for _, row in found],
-            width,
-            label=name,
-            color=COLOURS.get(name),
-        )
-        axis.bar_label(
-            bars,
-            ["" if row[ratio] is None else f"{row[ratio]:.3g}x" for _, row in found],
-            fontsize=6,
-            rotation=90,
-            padding=2,
-        )
+        }
+        places = [at + (number - (len(names) - 1) / 2) * width for at in rows]
+        heights = [max(value(row), 1e-6) for row in rows.values()]
+        bars = axis.bar(places, heights, width, label=name, color=BENCH.get(name))
+        texts = ["" if row[ratio] is None else f"{row[ratio]:.3g}x" for row in rows.values()]
+        axis.bar_label(bars, texts, fontsize=6, rotation=90, padding=2)
     axis.set_yscale("log")
     axis.margins(y=0.25)
     low, high = axis.get_ylim()
@@ -103,7 +95,7 @@ def _bars(
 
 def _shape_label(shape: dict[str, Any]) -> str:
     size = "" if shape["name"] == shape["size"] else f"\n{shape['size']}"
-    return f"{shape['name']}{size}\n{shape['batch']} x {shape['tokens']}"
+    return f"{shape['name']}{size}\n{shape['batch_size']} x {shape['tokens']}"
 
 
 def _generation(axis: Any, section: dict[str, Any]) -> None:
@@ -111,49 +103,48 @@ def _generation(axis: Any, section: dict[str, Any]) -> None:
     bars = axis.bar(
         [row["name"].replace(" ", "\n") for row in rows],
         [row["tokens_per_s"] for row in rows],
-        color=[COLOURS.get(row["name"]) for row in rows],
+        color=[BENCH.get(row["name"]) for row in rows],
     )
     axis.bar_label(bars, [f"{row['ratio']:.3g}x" for row in rows], fontsize=8)
     axis.set(ylabel="tokens per second")
     what = (
-        f"{shape['size']}, {shape['batch']} sequences, {shape['prompt']} to {shape['total']} tokens"
+        f"{shape['size']}, {shape['batch_size']} sequences, {shape['prompt_length']} to "
+        f"{shape['length']} tokens"
     )
     axis.set_title(f"generation, {what}\nratio to ENTP uncached", fontsize=9)
 
 
 def _growth(what: str, scale: float, label: str) -> Panel:
     def panel(axis: Any, section: dict[str, Any]) -> None:
-        points = section["points"]
-        lengths = [point["n"] for point in points]
         for mode in ("entp", "decoder"):
-            fit = next((f for f in section["fits"] if (f["what"], f["mode"]) == (what, mode)), None)
-            if fit is None:
-                continue
-            values = [point[mode][what] * scale for point in points]
-            axis.loglog(
-                lengths,
-                values,
-                marker=".",
-                color=COLOURS[mode],
-                label=f"{mode}, n^{fit['exponent']:.2f}",
-            )
-            upper = [n for n in lengths if n >= fit["from_n"]]
-            constant = math.prod(
-                v / n ** fit["exponent"] for n, v in zip(upper, values[-len(upper) :], strict=True)
-            )
-            drawn = [constant ** (1 / len(upper)) * n ** fit["exponent"] for n in upper]
-            axis.loglog(upper, drawn, linestyle="--", linewidth=1, color=COLOURS[mode])
+            _draw_growth(axis, section, what, mode, scale)
+        lengths = [point["n"] for point in section["points"]]
         axis.set_xticks(lengths, [str(n) for n in lengths], fontsize=7)
         axis.set_xticks([], minor=True)
         axis.yaxis.set_major_formatter("{x:g}")
         axis.set(xlabel="n (tokens)", ylabel=label)
-        axis.set_title(
-            f"growth with n, {section['config']['size']}, batch {section['config']['batch']}",
-            fontsize=9,
-        )
+        config = section["config"]
+        title = f"growth with n, {config['size']}, batches of {config['batch_size']}"
+        axis.set_title(title, fontsize=9)
         axis.legend(fontsize=8)
 
     return panel
+
+
+def _draw_growth(axis: Any, section: dict[str, Any], what: str, mode: str, scale: float) -> None:
+    """What was measured, and the fitted power through its upper half."""
+    fits = [fit for fit in section["fits"] if (fit["what"], fit["mode"]) == (what, mode)]
+    if not fits:
+        return
+    power, colour = fits[0]["exponent"], BENCH[mode]
+    lengths = [point["n"] for point in section["points"]]
+    values = [point[mode][what] * scale for point in section["points"]]
+    axis.loglog(lengths, values, marker=".", color=colour, label=f"{mode}, n^{power:.2f}")
+    upper = [n for n in lengths if n >= fits[0]["from_n"]]
+    last = zip(upper, values[-len(upper) :], strict=True)
+    constant = math.prod(value / n**power for n, value in last) ** (1 / len(upper))
+    drawn = [constant * n**power for n in upper]
+    axis.loglog(upper, drawn, linestyle="--", linewidth=1, color=colour)
 
 
 PANELS: dict[str, list[Panel]] = {
@@ -166,3 +157,36 @@ PANELS: dict[str, list[Panel]] = {
     ],
 }
 """The panels of each section."""
+
+
+def step_seconds(speed: dict[str, Any], variant: str) -> float | None:
+    """Seconds of a Count3 step; None where it was not measured."""
+    rows = (row for shape in speed["shapes"] if shape["name"] == "count3" for row in shape["steps"])
+    return next((row["median"] for row in rows if row["name"] == variant), None)
+
+
+def whole_shapes(speed: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rows by variant of the shapes on which all of SIDES were measured, by name."""
+    found = {
+        shape["name"]: {row["name"]: row for row in shape["steps"]} for shape in speed["shapes"]
+    }
+    return {name: rows for name, rows in found.items() if SIDES.keys() <= rows.keys()}
+
+
+def draw_speeds(panel: Any, speed: dict[str, Any]) -> None:
+    """A training step by the paper's loop and by the kernels."""
+    shapes = whole_shapes(speed)
+    steps = list(shapes.values())
+    for offset, (variant, (name, colour)) in enumerate(SIDES.items()):
+        places = [n + 0.27 * (offset - 1) for n in range(len(shapes))]
+        heights = [step[variant]["median"] * 1e3 for step in steps]
+        panel.bar(places, heights, width=0.25, color=colour, label=name)
+    for n, step in enumerate(steps):
+        row = step["entp triton"]
+        at = (n, row["median"] * 1e3)
+        panel.annotate(f"{row['ratio']:.0f}x", at, ha="center", va="bottom", fontsize=8)
+    device = speed["environment"]["device"]
+    panel.set(yscale="log", ylabel="ms", title=f"a training step, {device}")
+    panel.set_xticks(range(len(shapes)), list(shapes))
+    panel.set_ylim(top=3 * panel.get_ylim()[1])  # room for the legend
+    panel.legend(fontsize=7)

@@ -1,188 +1,98 @@
-"""The pictures of recipes: curves against steps, and Count3 by depth and length."""
+"""Figures of kind "curves": validation metrics against steps, seconds or sequences."""
 
 from __future__ import annotations
 
-import re
-import sys
 from itertools import cycle
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from entp.config.json import run_from_json
-from entp.report.style import save_figure
+from entp.report.panels import Line, Panel, lines, one_legend, panels, set_values_axis
+from entp.report.style import DASHES, GREY
+from entp.results.schema import AuthorsCurve, Figure, Point, Record, RunRecord
 
-if TYPE_CHECKING:
-    from entp.experiments.recipe import Recipe
-
-
-def new_figure(width: float, height: float) -> Any:
-    """A figure, or None with a word on standard error where matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no picture: pip install 'entp[plot]' to draw one.", file=sys.stderr)
-        return None
-    return Figure(figsize=(width, height), layout="constrained")
+SCALES = {"steps": 1e3, "seconds": 1.0, "sequences": 1e6}
+NAMES = {
+    "steps": "optimizer steps (thousands)",
+    "seconds": "seconds of training",
+    "sequences": "sequences read (millions)",
+}
 
 
-COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "k", "C8", "C9", "navy", "gold")
-"""Of arms: C7 is grey, which is the authors'."""
-DASHES = ("-", "--", "-.", (0, (4, 1, 1, 1, 1, 1)))
-"""Tell the authors' curves apart, all of them grey; dotted is the paper's value."""
+def draw_curves(figure: Any, record: Record, spec: Figure) -> None:
+    """A panel per metric: a colour per arm, a line per seed, the authors' curves in grey, the
+    paper's values dotted."""
+    shown = panels(record, spec)
+    axes = figure.subplots(1, len(shown), squeeze=False)[0]
+    for axis, panel in zip(axes, shown, strict=True):
+        draw_authors(axis, record, spec, panel.metric.name)
+        for line in lines(record, spec, panel.arms):
+            draw_line(axis, line, panel.metric.name, spec.x)
+        _name_axes(axis, panel, spec)
+    one_legend(figure, axes)
 
 
-def draw_curves(recipe: Recipe, results: dict[str, Any], path: Path) -> None:
-    """Every metric of the recipe by steps: a colour per arm, a line per seed, the authors' curves
-    in grey, one legend."""
-    metrics = ("loss", *(m for m in reversed(recipe.metrics) if m != "loss"))
-    figure = new_figure(1 + 4.3 * len(metrics), 4.8)
-    if figure is None:
-        return
-    panels, sizes = figure.subplots(1, len(metrics), squeeze=False)[0], _sizes(results)
-    for panel, metric in zip(panels, metrics, strict=True):
-        for (label, curves), dashes in zip(recipe.curves.items(), cycle(DASHES), strict=False):
-            steps, values = zip(
-                *((step / 1000, value) for step, value in curves[metric]), strict=True
-            )
-            panel.plot(
-                steps,
-                values,
-                color="0.6",
-                linestyle=dashes,
-                linewidth=1.6,
-                zorder=0,
-                label=f"authors: {label}",
-            )
-        for number, (label, arm) in enumerate(
-            (k, v) for k, v in results["arms"].items() if k in recipe.runs
-        ):
-            _draw_arm(panel, arm, metric, COLOURS[number % len(COLOURS)], label)
-        panel.set(
-            xlabel=f"optimizer steps (thousands){sizes}",
-            ylabel=f"validation {metric.replace('_', ' ')}",
-        )
-        panel.set(**{"yscale": "log"} if metric == "loss" else {"ylim": (-0.03, 1.03)})
-    handles, labels = panels[0].get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=7)
-    dotted = any(
-        m in arm.get("paper", {})
-        for arm in results["arms"].values()
-        if arm.get("runs")
-        for m in metrics
-    )
-    figure.suptitle(
-        results["title"] + (" (dotted: the paper's value)" if dotted else ""), fontsize=10
-    )
-    save_figure(figure, path)
+def draw_line(axis: Any, line: Line, metric: str, x: str = "") -> None:
+    """The curve of every seed of a line's arms."""
+    label: str | None = line.label
+    style = {key: value for key, value in line.style.items() if key != "marker"}
+    for arm in line.arms:
+        for run in arm.runs:
+            axis.plot(*points(run, metric, x), label=label, linewidth=1.4, **style)
+            label = None
+        if metric in arm.paper and arm.runs:
+            dotted = {"linestyle": ":", "linewidth": 1, "alpha": 0.7, "color": style["color"]}
+            axis.axhline(arm.paper[metric].value, **dotted)
 
 
-def _sizes(results: dict[str, Any]) -> str:
-    """A word on steps that read different numbers of sequences, and so do not compare."""
-    runs = [
-        run_from_json(run["settings"], "a recorded run")
-        for arm in results["arms"].values()
-        for run in arm.get("runs", [])
+def points(run: RunRecord, metric: str, x: str = "") -> tuple[list[float], list[float]]:
+    """Where a run was at each evaluation, and what it reached; unknown times are left out."""
+    found = [
+        (at / SCALES[x or "steps"], point.values[metric])
+        for point in run.curve
+        if metric in point.values and (at := _at(point, x)) is not None
     ]
-    sizes = {run.batch_at(step) for run in runs for step in (0, run.steps)}
-    return f", of {min(sizes)} to {max(sizes)} sequences" if len(sizes) > 1 else ""
+    return [at for at, _ in found], [value for _, value in found]
 
 
-def _draw_arm(panel: Any, arm: dict[str, Any], metric: str, colour: str, label: str) -> None:
-    for number, run in enumerate(arm.get("runs", [])):
-        steps, values = [r["step"] / 1000 for r in run["curve"]], [r[metric] for r in run["curve"]]
-        panel.plot(steps, values, color=colour, linewidth=1.4, label=label if number == 0 else None)
-    known = arm.get("paper", {}).get(metric)
-    if known and arm.get("runs"):
-        panel.axhline(known["value"], color=colour, linestyle=":", linewidth=1, alpha=0.7)
+def _at(point: Point, x: str) -> float | None:
+    if x == "seconds":
+        return point.seconds
+    return point.sequences if x == "sequences" else point.step
 
 
-def draw_depth(results: dict[str, Any], path: Path) -> None:
-    """Count3 by depth: accuracy on fresh sequences against length; for each length, accuracy inside
-    it, and learning.
-
-    Labels are "decoder, 3 layers, 32 integers".
-    """
-    points = [(where, arm["runs"][0]) for where, arm in _points(results)]
-    lengths = sorted({length for (_, _, length), _ in points})
-    figure = new_figure(15, 10) if lengths else None
-    if figure is None:
+def draw_authors(axis: Any, record: Record, spec: Figure, metric: str) -> None:
+    """The authors' curves, where their steps or sequences can be compared."""
+    curves = {k: v for k, v in record.authors_curves.items() if metric in v.values}
+    if spec.x == "seconds" or spec.panels:
         return
-    above, below = figure.subfigures(2, 1, height_ratios=(1, 1.6))
-    for panel, metric in zip(
-        above.subplots(1, 2), ("token_accuracy", "sequence_accuracy"), strict=True
-    ):
-        for label, where, values, style in depth_lines(results, metric):
-            panel.plot(where, values, label=label, **style)
-        name = metric.replace("_", " ")
-        panel.set(
-            xlabel="integers in a sequence",
-            ylabel=f"{name} on fresh sequences",
-            ylim=(-0.03, 1.03),
-            xticks=lengths,
-        )
-    panel.legend(fontsize=8)
-    inside, learning = below.subplots(2, len(lengths), sharey="row", squeeze=False)
-    for (mode, layers, length), run in points:
-        number, style = lengths.index(length), {**_style(mode, layers), "marker": None}
-        right = run.get("final", {}).get("by_length", {})
-        inside[number].plot([int(n) for n in right], list(right.values()), **style)
-        learning[number].plot(
-            [r["step"] / 1000 for r in run["curve"]], [r["loss"] for r in run["curve"]], **style
-        )
-    for length, first, second in zip(lengths, inside, learning, strict=True):
-        first.set(title=f"{length} integers", xlabel="integers read", ylim=(-0.03, 1.03))
-        first.locator_params("x", integer=True)
-        second.set(xlabel="optimizer steps (thousands)", ylim=(0, None))
-    inside[0].set_ylabel("share of right answers")
-    learning[0].set_ylabel("validation loss")
-    figure.suptitle(results["title"], fontsize=10)
-    save_figure(figure, path)
+    for (label, curve), dashes in zip(curves.items(), cycle(DASHES), strict=False):
+        draw_authors_curve(axis, curve, metric, spec.x, f"authors: {label}", dashes)
 
 
-def depth_lines(
-    results: dict[str, Any], metric: str
-) -> list[tuple[str, list[int], list[float], dict[str, Any]]]:
-    """For each mode and depth: its name, the lengths, the metric on fresh sequences of each, and
-    how to draw it."""
-    points = [(where, arm["fresh"]) for where, arm in _points(results)]
-    lines = []
-    for mode, layers in sorted({(mode, layers) for (mode, layers, _), _ in points}):
-        mine = sorted(
-            (length, fresh[metric]) for (m, k, length), fresh in points if (m, k) == (mode, layers)
-        )
-        lengths, values = [n for n, _ in mine], [value for _, value in mine]
-        lines.append(
-            (
-                f"{mode}, {layers} layer{'s' if layers > 1 else ''}",
-                lengths,
-                values,
-                _style(mode, layers),
-            )
-        )
-    return lines
+def draw_authors_curve(
+    axis: Any, curve: AuthorsCurve, metric: str, x: str, label: str, dashes: Any = "-"
+) -> None:
+    read = curve.sequences if x == "sequences" else curve.steps
+    at = [value / SCALES[x or "steps"] for value in read]
+    style = {"color": GREY, "linestyle": dashes, "linewidth": 1.6, "zorder": 0}
+    axis.plot(at, curve.values[metric], label=label, **style)
 
 
-def _points(results: dict[str, Any]) -> list[tuple[tuple[str, int, int], dict[str, Any]]]:
-    """Arms that were tested, by mode, layers and length of labels such as "decoder, 3 layers, 32
-    integers"; no others."""
-    tested = {label: arm for label, arm in results["arms"].items() if arm.get("fresh")}
-    parts = (
-        (re.fullmatch(r"(\w+), (\d+) layers, (\d+) integers", label), arm)
-        for label, arm in tested.items()
-    )
-    return [((found[1], int(found[2]), int(found[3])), arm) for found, arm in parts if found]
+def _name_axes(axis: Any, panel: Panel, spec: Figure) -> None:
+    runs = [run for arm in panel.arms.values() for run in arm.runs]
+    xlabel = NAMES[spec.x or "steps"]
+    if (spec.x or "steps") == "steps":
+        xlabel += batch_sizes(runs)
+    axis.set(xlabel=xlabel, title=panel.title)
+    values = [v for line in axis.get_lines() for v in line.get_ydata()]
+    set_values_axis(axis, panel.metric, values, "validation")
 
 
-def _style(mode: str, layers: int) -> dict[str, Any]:
-    """Blues for ENTP, oranges for decoders, darker for deeper, and a marker for each depth."""
-    from matplotlib import colormaps
-
-    deep, marker = {
-        1: (0.35, "v"),
-        2: (0.5, "s"),
-        3: (0.65, "o"),
-        6: (0.8, "^"),
-        12: (1.0, "D"),
-    }.get(layers, (0.6, "x"))
-    return {"color": colormaps["Blues" if mode == "ENTP" else "Oranges"](deep), "marker": marker}
+def batch_sizes(runs: list[RunRecord]) -> str:
+    """A word on steps that read different numbers of sequences, and so do not compare."""
+    sizes = set()
+    for run in runs:
+        config = run.config
+        parts = [config, config.get("batch_schedule"), config.get("curriculum")]
+        found = [part.get("batch_size") for part in parts if isinstance(part, dict)]
+        sizes |= {size for size in found if isinstance(size, int)}
+    return f", of {min(sizes)} to {max(sizes)} sequences" if len(sizes) > 1 else ""

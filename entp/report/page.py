@@ -1,239 +1,190 @@
-"""docs/results.md from the files in results/: `entp report`. Nothing on that page is written by
-hand.
+"""docs/results.md from the records in results/: `entp report`. Nothing on that page is written by
+hand, and nothing is imported but what the files hold.
 
-One section per recipe that has a file: its question, a row per arm with the paper's values, ours
-and their intervals, the picture beside the file, and what was not run.
+One section per record: its question, rule and verdict, its table, its figure, what was not run.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from urllib.parse import quote
 
-from entp.config.json import run_from_json
 from entp.errors import InputError
-from entp.experiments import RECIPES
-from entp.experiments.recipe import Recipe, find_recipe
-from entp.experiments.records import read_file
-from entp.experiments.reproduce import draw
-from entp.stats import wilson
+from entp.files import write_file
+from entp.report.figures import draw_record
+from entp.report.summary import draw_summary
+from entp.report.tables import (
+    TableText,
+    arms_table,
+    baselines_table,
+    escape,
+    grid_table,
+    markdown_table,
+    seeds_table,
+    slice_tables,
+)
+from entp.results.schema import ArmRecord, Record
+from entp.results.store import complete, find_records
 
 HEAD = """# Results
 
-Made by `entp report` from the files in `results/`, which have every run's settings, curve, seed, device, versions, commit and
-date. Best: the best evaluation during training, as in the paper's tables, mean over seeds. Fresh: what the best weights do on
-sequences drawn anew, in no other use, all seeds together, with 95 % intervals; alone: sequences that the model continues by
-itself, from what it is given, without any error. Intervals are of the weights that were tested: they say what other sequences
-would change, not what other seeds would, which can be more. Paper: its tables; for count3, which it shows as curves, the
-authors' published ones (ENTP's best, decoders' last values). Seconds are of training, evaluations included, on one device, by
-the code of the run's own commit, which the files name: later code may be faster.
+Made by `entp report` from the files in `results/`, which have every run's configuration, curve,
+seed, device, versions, commit and date.
+
+- **Validation**: the best evaluation during training, mean over seeds, as in the paper's tables.
+- **Test**: the best checkpoint on test sequences, mean over seeds. Its 95 % interval is Student's
+  over seeds. An arm of one seed has only the interval that other test sequences would give ("one
+  seed, test sampling only"): other seeds may differ by more.
+- **Generated**: answers that the model generates, reading what it wrote itself.
+- **Seconds**: of training, evaluations included, by the code of the run's own commit; later code
+  may be faster.
 """
 
 
-def page(results: Path, beside: Path) -> str:
-    """The page, to be written to the file `beside`, from which its pictures are linked."""
-    found = _files(results)
-    if not found:
+def write_report(results: Path, out: Path) -> str:
+    """Draw all figures, write the page, and return a message for a person."""
+    if not out.parent.is_dir():
+        raise InputError(f"there is no folder {out.parent}: make it first.")
+    records = find_records(results)
+    if not records:
         raise InputError(
             f"{results} has no results: `entp reproduce RECIPE --record {results}/RECIPE.json` "
             "adds some."
         )
-    sections = [_section(find_recipe(name), path, beside) for name, path in found.items()]
-    missing = [f"`entp reproduce {name}`" for name in RECIPES if name not in found]
-    left = f"\nNot recorded yet: {', '.join(missing)}.\n" if missing else ""
-    return HEAD + "".join(sections) + left
+    for path, record in records.items():
+        draw_record(record, path.with_suffix(".png"))
+    figure = out.with_suffix(".png")
+    drawn = draw_summary(results, list(records.values()), figure)
+    write_file(out, page(records, out).encode())
+    return f"page: {out}" + (f", figure: {figure}" if drawn else "")
 
 
-def draw_again(results: Path) -> None:
-    """The pictures beside the files, as `entp reproduce --record` draws them when it ends, from
-    what the files hold now."""
-    for name, path in _files(results).items():
-        recipe = find_recipe(name)
-        draw(recipe, read_file(path, recipe), path.with_suffix(".png"))
+def page(records: dict[Path, Record], beside: Path) -> str:
+    """The page of these records by file, to be written to the file `beside`, from which its
+    figures are linked."""
+    found = {path: complete(record) for path, record in records.items()}
+    told = [[record.recipe, record.question, verdict_text(record)] for record in found.values()]
+    index = markdown_table(TableText(["recipe", "question", "verdict"], told))
+    sections = [_section(record, path, beside) for path, record in found.items()]
+    return "\n".join([HEAD, *index, ""]) + "".join(sections)
 
 
-def _files(results: Path) -> dict[str, Path]:
-    """The files of results by recipe."""
-    return {
-        name: results / f"{name}.json" for name in RECIPES if (results / f"{name}.json").is_file()
-    }
+def verdict_text(record: Record) -> str:
+    return record.verdict.verdict if record.verdict is not None else "no rule"
 
 
-def _section(recipe: Recipe, path: Path, beside: Path) -> str:
-    younger: dict[str, Any] = {
-        label: {} for label in recipe.runs
-    }  # arms that the file may not name
-    arms = younger | read_file(path, recipe)["arms"]
-    ran = {label: arm for label, arm in arms.items() if arm.get("runs")}
-    idle = {label: arm for label, arm in arms.items() if not arm.get("runs")}
-    lines = [
-        f"\n## {recipe.name}\n",
-        f"{recipe.title}. {recipe.question}\n",
-        f"    entp reproduce {recipe.name}\n",
-    ]
+def _section(record: Record, path: Path, beside: Path) -> str:
+    lines = [f"\n## {escape(record.recipe)}\n"]
+    lines += [f"{escape(record.title)}. {escape(record.question)}\n"]
+    lines += [f"    {' '.join(record.command.split())}\n", *_rule(record)]
+    ran = {label: arm for label, arm in record.arms.items() if arm.runs}
     if ran:
-        lines += [*(_grid(ran) or _table(recipe, ran)), *_seen(ran), f"\n{_where(ran)}"]
+        shown = record.model_copy(update={"arms": ran})
+        lines += [*_tables(shown), *_caveats(shown), _where(ran)]
+    idle = [label for label in record.arms if label not in ran]
+    idle += [f"{label} ({why})" for label, why in record.not_run.items()]
     if idle:
-        names = [
-            f"{label} ({arm['why']})" if "why" in arm else label for label, arm in idle.items()
-        ]
-        lines.append(f"\nNot run: {'; '.join(names)}.")
-    picture = path.with_suffix(".png")
-    if picture.is_file():
-        lines.append(
-            f"\n![{recipe.title}]({Path(os.path.relpath(picture, beside.parent)).as_posix()})"
-        )
+        lines.append(f"\nNot run: {escape('; '.join(idle))}.")
+    lines += _image(record, path.with_suffix(".png"), beside)
     return "\n".join(lines) + "\n"
 
 
-def _grid(ran: dict[str, Any]) -> list[str]:
-    """Arms named "row, column" that fill a grid, each with its fresh sequences; nothing if they do
-    not."""
-    cells = {tuple(label.rsplit(", ", 1)): arm for label, arm in ran.items()}
-    rows, columns = ([*dict.fromkeys(key[n] for key in cells if len(key) == 2)] for n in (0, 1))
-    whole = [
-        arm
-        for arm in ran.values()
-        if arm["status"] == "done" and "sequence_accuracy_interval" in (arm["fresh"] or {})
-    ]
-    if min(len(rows), len(columns)) < 2 or not len(cells) == len(rows) * len(columns) == len(whole):
+def _rule(record: Record) -> list[str]:
+    """The rule, the verdict and what it rests on."""
+    if not record.reproduced_if and record.verdict is None:
         return []
-    seconds = sorted({f"{arm['seconds']:.0f}" for arm in whole})
-    n = sorted({f"{arm['fresh']['n']:,}" for arm in whole})
-    told = f"Of {', '.join(n)} fresh sequences wholly right, and tokens right, after {', '.join(seconds)} seconds of training."
-    lines = [f"{told}\n", _line(["", *columns]), _line(["---"] * (1 + len(columns)))]
-    return lines + [
-        _line([row, *(_cell(cells[row, column]["fresh"]) for column in columns)]) for row in rows
-    ]
+    lines = [f"Rule: {escape(record.reproduced_if)}\n"] if record.reproduced_if else []
+    if record.verdict is None:
+        return lines
+    lines.append(f"Verdict: **{record.verdict.verdict}**.\n")
+    for check in record.verdict.checks:
+        lines.append(f"- {check.outcome}: {escape(check.says)} ({escape('; '.join(check.why))})")
+    return [*lines, ""]
 
 
-def _seen(ran: dict[str, Any]) -> list[str]:
-    """Where training read more sequences than there are, so that those drawn anew are hardly
-    unseen: Count3 of few integers."""
-    read: dict[tuple[int, int], list[int]] = {}
-    for run in (run for arm in ran.values() for run in arm["runs"]):
-        task, most = (
-            run["settings"]["task"],
-            run_from_json(run["settings"], "a recorded run").sequences_by(run["steps"]),
-        )
-        if "prompt_length" in task and (there := task["values"] ** task["prompt_length"]) < most:
-            read.setdefault((task["length"], there), []).append(most)
-    return [
-        f"\nThere are only {there:,} different sequences of {length} integers, and training read "
-        f"{_span(each)}: most of the "
-        "fresh ones had been seen, so that their shares do not tell a rule that was learned from "
-        "sequences kept in mind."
-        for (length, there), each in read.items()
-    ]
-
-
-def _cell(fresh: dict[str, Any]) -> str:
-    low, high = fresh["sequence_accuracy_interval"]
-    return f"{fresh['sequence_accuracy']:.3f} ({low:.3f} to {high:.3f}), tokens {fresh['token_accuracy']:.3f}"
-
-
-def _table(recipe: Recipe, ran: dict[str, Any]) -> list[str]:
-    """A row per arm."""
-    told = {m for arm in ran.values() for m in arm["paper"]}
-    columns = [
-        f"{m.replace('_', ' ')}: {who}"
-        for m in recipe.metrics
-        for who in ("paper", "best")
-        if who == "best" or m in told
-    ]
-    alone = any((arm.get("fresh") or {}).get("generated") for arm in ran.values())
-    head = [
-        "arm",
-        "seeds",
-        "steps",
-        "seconds",
-        *columns,
-        "fresh sequences right",
-        *(["right alone"] if alone else []),
-    ]
-    rows = [_row(recipe, label, arm, told, alone) for label, arm in ran.items()]
-    return [_line(head), _line(["---"] * len(head)), *map(_line, rows), *_by_seed(ran)]
-
-
-def _by_seed(ran: dict[str, Any]) -> list[str]:
-    """What each seed has on fresh sequences, for arms of several."""
-    lines = []
-    for label, arm in ran.items():
-        told = [
-            f"seed {run['seed']} {_tested(run)}"
-            for run in arm["runs"]
-            if "sequence_accuracy" in run.get("final", {})
-        ]
-        lines += [f"\n{label}, fresh sequences right: {'; '.join(told)}."] if len(told) > 1 else []
+def _tables(record: Record) -> list[str]:
+    grid = grid_table(record)
+    lines = markdown_table(grid or arms_table(record))
+    if grid is not None:
+        lines = [f"{escape(_about_grid(record))}\n", *lines]
+    titled = {f"Test {name}": table for name, table in slice_tables(record).items()}
+    for title, table in {
+        **titled,
+        "Each seed": seeds_table(record),
+        "Answers without a model": baselines_table(record),
+    }.items():
+        if table is not None:
+            lines += [f"\n{escape(title)}:\n", *markdown_table(table)]
     return lines
 
 
-def _tested(run: dict[str, Any]) -> str:
-    final = run["final"]
-    low, high = wilson(round(final["sequence_accuracy"] * final["n"]), final["n"])
-    own = final.get("generated")
-    alone = f", {own['right']} of {own['n']} alone" if own else ""
-    return f"{final['sequence_accuracy']:.4f} ({low:.4f} to {high:.4f}){alone} after {run['seconds']:.0f} s"
+def _about_grid(record: Record) -> str:
+    """What the cells of a grid are."""
+    names = record.table.cells if record.table is not None else ()
+    first, *others = names or (record.metrics[0].name,)
+    text = f"Test {first.replace('_', ' ')} with its 95 % interval"
+    if others:
+        text += f", and {', '.join(others).replace('_', ' ')}"
+    several = any(len(arm.runs) > 1 for arm in record.arms.values())
+    return f"{text}; over seeds." if several else f"{text}; one seed, test sampling only."
 
 
-def _span(values: list[int]) -> str:
-    """The least and the most, if they differ."""
-    return " to ".join(f"{value:,}" for value in sorted({min(values), max(values)}))
+def _caveats(record: Record) -> list[str]:
+    told = [text for arm in record.arms.values() for run in arm.runs for text in run.caveats]
+    return [f"\n{escape(text)}" for text in dict.fromkeys(told)]
 
 
-def _row(recipe: Recipe, label: str, arm: dict[str, Any], told: set[str], alone: bool) -> list[str]:
-    done = arm["status"] == "done"
-    row = [
-        label if done else f"{label} ({arm['status']})",
-        str(len(arm["seeds"])),
-        _span([run["steps"] for run in arm["runs"]]),
-        _span([round(run["seconds"]) for run in arm["runs"]]),
-    ]
-    for metric in recipe.metrics:
-        paper = arm["paper"].get(metric)
-        row += [f"{paper['value']:.4g}" if paper else ""] if metric in told else []
-        row.append(_exact(arm["ours"][metric], "#.3g" if metric == "loss" else ".4f"))
-    fresh = arm["fresh"] or {}
-    share, inside = fresh.get("sequence_accuracy"), fresh.get("sequence_accuracy_interval")
-    row.append(
-        f"{share:.4f} ({inside[0]:.4f} to {inside[1]:.4f}), n = {fresh['n']:,}" if inside else ""
+def _where(ran: dict[str, ArmRecord]) -> str:
+    """Devices, versions, commits and dates of all runs, each named once, and which runs shared the
+    device."""
+    places = [run.environment for arm in ran.values() for run in arm.runs]
+
+    def each(values: list[str]) -> str:
+        return escape(", ".join(sorted(set(values))))
+
+    commits = each([(place.commit or "unknown")[:7] for place in places])
+    return (
+        f"\nOn {each([place.device for place in places])}; torch "
+        f"{each([place.torch for place in places])}; commits {commits}; "
+        f"{each([place.date[:10] for place in places])}. {escape(sharing(ran))}"
     )
-    if alone:
-        own = fresh.get("generated")
-        row.append(
-            f"{own['right']} of {own['n']} ({own['interval'][0]:.4f} to {own['interval'][1]:.4f})"
-            if own
-            else ""
-        )
-    return row
 
 
-def _exact(value: float, form: str) -> str:
-    """0 and 1 without decimals where they are exact, so that 0.00 and 1.0000 are rounded ones."""
-    return f"{value:.0f}" if value in (0, 1) else f"{value:{form}}"
-
-
-def _where(ran: dict[str, Any]) -> str:
-    """Devices, versions and commits of all runs, each named once, and which arms shared the device,
-    if not all did."""
-    places = [run["environment"] for arm in ran.values() for run in arm["runs"]]
-
-    def each(key: str, length: int | None = None) -> str:
-        return ", ".join(sorted({(place[key] or "unknown")[:length] for place in places}))
-
-    shared: dict[int, list[str]] = {}
+def sharing(ran: dict[str, ArmRecord]) -> str:
+    """Which runs shared the device."""
+    groups: dict[int | None, list[str]] = {}
     for label, arm in ran.items():
-        for runs in {run.get("final", {}).get("trained_side_by_side", 1) for run in arm["runs"]} - {
-            1
-        }:
-            shared.setdefault(runs, []).append(label)
-    told = "".join(
-        f", {runs} runs at a time" + ("" if len(labels) == len(ran) else f" ({'; '.join(labels)})")
-        for runs, labels in sorted(shared.items())
-    )
-    return f"On {each('device')}{told}; torch {each('torch')}; commits {each('commit', 7)}; {each('date', 10)}."
+        for run in arm.runs:
+            runs = run.test.concurrent_runs if run.test is not None else None
+            if label not in groups.setdefault(runs, []):
+                groups[runs].append(label)
+    told = []
+    for runs, labels in groups.items():
+        if runs != 1:
+            many = f"{runs} at a time" if runs is not None else "unknown whether alone"
+            told.append(f"{many}: {which(labels, ran)}")
+    if not told:
+        return "Every run had the device to itself."
+    rest = ". Other runs had it to themselves." if 1 in groups else "."
+    return f"Runs that shared the device: {'. '.join(told)}{rest}"
 
 
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def which(labels: list[str], ran: dict[str, ArmRecord]) -> str:
+    """These arms in few words: "all", "length 24, 32", or their labels."""
+    if len(labels) == len(ran):
+        return "all"
+    for name in dict.fromkeys(name for label in labels for name in ran[label].factors):
+        values = [ran[label].factors.get(name) for label in labels]
+        same = [label for label, arm in ran.items() if arm.factors.get(name) in values]
+        if same == labels and len(labels) > 1:
+            told = ", ".join(str(value) for value in dict.fromkeys(values))
+            return f"{name.replace('_', ' ')} {told}"
+    return "; ".join(labels)
+
+
+def _image(record: Record, figure: Path, beside: Path) -> list[str]:
+    if not figure.is_file():
+        return []
+    link = Path(os.path.relpath(figure, beside.parent)).as_posix()
+    return [f"\n![{escape(record.title)}]({quote(link, safe='/.-_')})"]

@@ -1,4 +1,4 @@
-"""The picture of what was found, from the files in results/.
+"""The figure of what was found, from the records in results/.
 
 Who learns Count3, in how many minutes and from how many sequences, at which length and depth
 decoders fail, what a step costs.
@@ -10,199 +10,105 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from entp.config.json import run_from_json
-from entp.experiments.paper_curves import COUNT3
-from entp.experiments.recipe import find_recipe
-from entp.experiments.records import read_file
-from entp.report.curves import depth_lines, new_figure
-from entp.report.style import save_figure
-from entp.results.schema import read_sections
+from entp.report.bench import draw_speeds, step_seconds, whole_shapes
+from entp.report.curves import draw_authors_curve, draw_line
+from entp.report.panels import Line, panels
+from entp.report.slices import draw_panel
+from entp.report.style import DASHES, GREY, UNIT, mode_style, new_figure, save_figure
+from entp.results.schema import Figure, Record
+from entp.results.sections import read_sections
+from entp.results.verdict import select
 
 Draw = Callable[[Any], None]
-COLOURS = {"entp": "C0", "decoder": "C1", "prefix-lm": "C4"}
-SIDES = {
-    "entp reference": ("the paper's loop", "0.6"),
-    "entp triton": ("ENTP, here (times faster)", "C0"),
-    "decoder-triton": ("decoder, here", "C1"),
-}
-NAMES = {"entp": "ENTP", "decoder": "decoder", "prefix-lm": "prefix decoder"}
+METRIC = "exact_match"
+AUTHORS = "ENTP medium"
+MINUTES = {"training": ["tuned", "curriculum"]}
+"""Arms that are about minutes: ENTP, and decoders that get as many."""
+READING = {"training": ["tuned", "matched steps", "matched data"]}
+"""Arms that are about sequences: those without a curriculum."""
+DEPTH = Figure("slices", x="length", y=METRIC, lines=("mode", "layers"))
 
 
-def draw_summary(results: Path, path: Path) -> bool:
-    """One panel for each file that is there and has something to show. False where nothing was
+def draw_summary(results: Path, records: list[Record], path: Path) -> bool:
+    """One panel for each record that is there and has something to show. False where nothing was
     drawn."""
+    named = {record.recipe: record for record in records}
+    count3, depth = named.get("count3"), named.get("count3-depth")
     speed = read_sections(results / "engine_speed.json").get("step")
-    count3, depth = (_read(results, name) for name in ("count3", "count3-depth"))
-    panels: list[Draw] = []
-    if count3 and any(_fast(count3)):
-        loop = _step(speed, "entp reference") if speed else None
-        panels.append(lambda panel: _learning(panel, count3, loop))
-    if count3 and any(runs for *_, runs in _alone(count3)):
-        panels.append(lambda panel: _reading(panel, count3))
-    if depth and any(arm.get("fresh") for arm in depth["arms"].values()):
-        panels.append(lambda panel: _depths(panel, depth))
-    if speed and _whole_shapes(speed):
-        panels.append(lambda panel: _speeds(panel, speed))
-    columns = 2 if len(panels) == 4 else len(panels)
-    rows = -(-len(panels) // max(columns, 1))
-    figure = new_figure(1 + 4.6 * columns, 3.9 * rows) if panels else None
+    draws: list[Draw] = []
+    if count3 is not None and _lines(count3, MINUTES):
+        loop = step_seconds(speed, "entp reference") if speed else None
+        draws.append(lambda panel: draw_minutes(panel, count3, loop))
+    if count3 is not None and _lines(count3, READING):
+        draws.append(lambda panel: draw_reading(panel, count3))
+    if depth is not None and any(run.test for arm in depth.arms.values() for run in arm.runs):
+        draws.append(lambda panel: draw_depth(panel, depth))
+    if speed and whole_shapes(speed):
+        draws.append(lambda panel: draw_speeds(panel, speed))
+    return _draw_all(draws, path)
+
+
+def _draw_all(draws: list[Draw], path: Path) -> bool:
+    """Four panels two by two, fewer in a row."""
+    columns = 2 if len(draws) == 4 else len(draws)
+    rows = -(-len(draws) // max(columns, 1))
+    figure = new_figure(1 + 4.6 * columns, 3.9 * rows) if draws else None
     if figure is None:
         return False
-    for panel, draw in zip(figure.subplots(rows, columns, squeeze=False).flat, panels, strict=True):
+    for panel, draw in zip(figure.subplots(rows, columns, squeeze=False).flat, draws, strict=True):
         draw(panel)
     save_figure(figure, path, dpi=110)
     return True
 
 
-def _read(results: Path, name: str) -> dict[str, Any] | None:
-    path = results / f"{name}.json"
-    return read_file(path, find_recipe(name)) if path.is_file() else None
+def _lines(record: Record, where: Any) -> list[Line]:
+    """The arms with these factors that ran: a colour per mode, dashes per training."""
+    trainings = where["training"]
+    found = []
+    for label in select(record.arms, where):
+        arm = record.arms[label]
+        dashes = DASHES[trainings.index(arm.factors["training"])]
+        if arm.runs:
+            found.append(Line(label, [arm], mode_style(arm.factors.get("mode"), dashes)))
+    return found
 
 
-def _fast(count3: dict[str, Any]) -> list[dict[str, Any]]:
-    """Runs of medium models with settings of our own that are about minutes: of ENTP, and of
-    decoders that get as many."""
-    arms = (
-        arm
-        for label, arm in count3["arms"].items()
-        if label.endswith((", fast", ", decoder first"))
-    )
-    return [run for arm in arms for run in arm.get("runs", [])]
-
-
-def _alone(count3: dict[str, Any]) -> list[tuple[str, str, list[dict[str, Any]]]]:
-    """Runs of ENTP and decoders without a start: mode, name, runs."""
-    arms = {
-        "ENTP medium, fast": ("entp", "ENTP, here"),
-        "decoder medium, as many steps": ("decoder", "decoder, ENTP's settings"),
-        "decoder medium, as many sequences": ("decoder", "decoder, settings of its own"),
-        "decoder medium, fast": ("decoder", "decoder, for longer"),
-    }
-    return [
-        (mode, name, count3["arms"].get(label, {}).get("runs", []))
-        for label, (mode, name) in arms.items()
-    ]
-
-
-def read_by(run: dict[str, Any]) -> list[int]:
-    """Sequences that a recorded run had read at each point of its curve."""
-    made = run_from_json(run["settings"], "a recorded run")
-    return [made.sequences_by(point["step"]) for point in run["curve"]]
-
-
-def _step(speed: dict[str, Any], contender: str) -> float | None:
-    """Seconds of a Count3 step; None where it was not measured."""
-    rows = (row for shape in speed["shapes"] if shape["name"] == "count3" for row in shape["steps"])
-    return next((row["median"] for row in rows if row["name"] == contender), None)
-
-
-def _learning(panel: Any, count3: dict[str, Any], loop: float | None) -> None:
-    """Sequences right against minutes; the authors' curve at the time that their loop takes on the
-    same device."""
-    seen: set[str] = set()
-    for run in _fast(count3):
-        mode, first = run["settings"]["mode"], run["settings"].get("start", {}).get("steps", 0) > 0
-        name = f"{NAMES[mode]}, here" + ", a decoder first" * first
-        minutes, right = zip(
-            *((r["seconds"] / 60, r["sequence_accuracy"]) for r in run["curve"]), strict=True
-        )
-        style = {"color": COLOURS[mode], "linewidth": 1.5, "linestyle": "--" if first else "-"}
-        panel.plot(minutes, right, label=None if name in seen else name, **style)
-        seen.add(name)
-    if loop is not None:
-        minutes, right = zip(
-            *((step * loop / 60, v) for step, v in COUNT3["ENTP medium"]["sequence_accuracy"]),
-            strict=True,
-        )
-        told = f"ENTP, the authors' run\nat the loop's {loop:.2f} s a step"
-        panel.plot(minutes, right, color="0.6", linewidth=2, zorder=0, label=told)
-    panel.set(xscale="log", ylim=(-0.03, 1.03), title="learning Count3 (64 integers, medium)")
-    panel.set_xlim(
-        left=0.01
-    )  # room for the legend: before the first minute nobody has anything right
-    device = _fast(count3)[0]["environment"]["device"]
-    panel.set(
-        xlabel=f"minutes of training on one {device}", ylabel="validation sequences right (share)"
-    )
+def draw_minutes(panel: Any, count3: Record, loop: float | None) -> None:
+    """Exact match against minutes; the authors' curve at the time that our reference loop takes on
+    the same device."""
+    lines = _lines(count3, MINUTES)
+    for line in lines:
+        draw_line(panel, line, METRIC, "seconds")
+    authors = count3.authors_curves.get(AUTHORS)
+    if loop is not None and authors is not None:
+        seconds = [step * loop for step in authors.steps]
+        told = f"ENTP, the authors' curve\nat our reference loop's {loop:.2f} s a step"
+        style = {"color": GREY, "linewidth": 2, "zorder": 0}
+        panel.plot(seconds, authors.values[METRIC], label=told, **style)
+    ticks = [6, 60, 600, 6000, 60_000]
+    panel.set(xscale="log", ylim=UNIT, title="learning Count3 (64 integers, medium)")
+    panel.set_xticks(ticks, [f"{tick / 60:g}" for tick in ticks])
+    panel.set_xlim(left=0.6)  # room for the legend: before the first minute nobody has learned
+    device = lines[0].arms[0].runs[0].environment.device
+    panel.set(xlabel=f"minutes of training on one {device}", ylabel="validation exact match")
     panel.legend(fontsize=7, loc="upper left")
 
 
-def _reading(panel: Any, count3: dict[str, Any]) -> None:
-    """Sequences right against sequences read, as far as the authors' ENTP went, which read 64 a
-    step."""
-    points = [
-        (step * 64 / 1e6, right) for step, right in COUNT3["ENTP medium"]["sequence_accuracy"]
-    ]
-    for (mode, name, runs), dashes in zip(_alone(count3), ("-", "-", "--", ":"), strict=True):
-        style = {"color": COLOURS[mode], "linestyle": dashes}
-        if runs and (last := max(read_by(run)[-1] for run in runs) / 1e6) > points[-1][0]:
-            name += f" ({last:.0f} million)"
-        for number, run in enumerate(runs):
-            right = [point["sequence_accuracy"] for point in run["curve"]]
-            panel.plot(
-                [read / 1e6 for read in read_by(run)],
-                right,
-                label=None if number else name,
-                **style,
-            )
-    panel.plot(
-        *zip(*points, strict=True),
-        color="0.6",
-        linewidth=2,
-        zorder=0,
-        label="ENTP, the authors' run",
-    )
-    panel.set(
-        xlim=(0, points[-1][0]),
-        ylim=(-0.03, 1.03),
-        title="the same by sequences read, without a decoder first",
-    )
-    panel.set(xlabel="sequences read (millions)", ylabel="validation sequences right (share)")
+def draw_reading(panel: Any, count3: Record) -> None:
+    """Exact match against sequences read, as far as the authors' ENTP went."""
+    for line in _lines(count3, READING):
+        draw_line(panel, line, METRIC, "sequences")
+    authors = count3.authors_curves.get(AUTHORS)
+    if authors is not None:
+        draw_authors_curve(panel, authors, METRIC, "sequences", "ENTP, the authors' curve")
+        panel.set_xlim(0, authors.sequences[-1] / 1e6)
+    panel.set(ylim=UNIT, title="the same by sequences read, without a curriculum")
+    panel.set(xlabel="sequences read (millions)", ylabel="validation exact match")
     panel.legend(fontsize=7, loc="upper left")
 
 
-def _depths(panel: Any, depth: dict[str, Any]) -> None:
-    lines = depth_lines(depth, "sequence_accuracy")
-    for label, lengths, right, style in lines:
-        panel.plot(lengths, right, label=label, **style)
-    ticks = sorted({length for _, lengths, *_ in lines for length in lengths})
-    panel.set(ylim=(-0.03, 1.03), title="Count3 after one minute each, width 192", xticks=ticks)
-    panel.set(xlabel="integers in a sequence", ylabel="fresh sequences right (share)")
+def draw_depth(panel: Any, depth: Record) -> None:
+    """Exact match against length, a line for each mode and depth."""
+    draw_panel(panel, depth, DEPTH, panels(depth, DEPTH)[0])
+    panel.set(title="Count3 after one minute each, width 192", xlabel="integers in a sequence")
     panel.legend(fontsize=6)
-
-
-def _whole_shapes(speed: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The rows by contender of the shapes on which all sides were measured, by name."""
-    found = {
-        shape["name"]: {row["name"]: row for row in shape["steps"]} for shape in speed["shapes"]
-    }
-    return {name: rows for name, rows in found.items() if SIDES.keys() <= rows.keys()}
-
-
-def _speeds(panel: Any, speed: dict[str, Any]) -> None:
-    """A training step by the paper's loop and by the kernels."""
-    shapes = _whole_shapes(speed)
-    steps = list(shapes.values())
-    for offset, (contender, (name, colour)) in enumerate(SIDES.items()):
-        places = [n + 0.27 * (offset - 1) for n in range(len(shapes))]
-        panel.bar(
-            places,
-            [s[contender]["median"] * 1e3 for s in steps],
-            width=0.25,
-            color=colour,
-            label=name,
-        )
-    for n, step in enumerate(steps):
-        row = step["entp triton"]
-        panel.annotate(
-            f"{row['ratio']:.0f}x", (n, row["median"] * 1e3), ha="center", va="bottom", fontsize=8
-        )
-    panel.set(
-        yscale="log",
-        ylabel="ms",
-        title=f"a training step, {speed['environment']['device']}",
-        xticks=range(len(shapes)),
-    )
-    panel.set_xticklabels(list(shapes))
-    panel.set_ylim(top=3 * panel.get_ylim()[1])  # room for the legend
-    panel.legend(fontsize=7)

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Len
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -39,10 +41,11 @@ def _names(value: Any) -> Any:
     return value
 
 
-Names = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_names)]
+Names = Annotated[Sequence[str], BeforeValidator(_names), AfterValidator(tuple)]
+"""Several names; one alone may be given as it is."""
 Factor = str | int | float
 """What an arm has of a factor: "ENTP", 3, 0.001."""
-Selector = dict[str, Factor | list[Factor]]
+Selector = Mapping[str, Factor | Sequence[Factor]]
 """Factor to its value, or to some values: the arms that have one of them."""
 
 
@@ -50,7 +53,7 @@ Selector = dict[str, Factor | list[Factor]]
 class MetricSpec(Metric):
     """A metric as a record keeps it."""
 
-    slices: Names = ()
+    slices: Annotated[tuple[str, ...], Strict(False)] = ()
 
     @classmethod
     def of(cls, metric: Metric) -> MetricSpec:

@@ -13,12 +13,13 @@ from entp.results.summary import summarise
 from entp.results.upgrade import upgrade_record
 from entp.results.verdict import judge
 
-WIDTH = 100
+WIDTH = 160
 """Columns of a file of results: what fits stands on one line."""
 
 
 def read_record(path: Path) -> Record:
-    """A file of results of any recipe, also of earlier versions; an InputError says what is wrong."""
+    """A file of results of any recipe, also of earlier versions; an InputError names what is
+    wrong."""
     return _record(path, _read_json(path))
 
 
@@ -79,17 +80,16 @@ def _rank(run: RunRecord) -> tuple[bool, bool, int]:
 def compact_json(data: Any, indent: int = 0) -> str:
     """JSON with everything on one line that fits, so that a point of a curve is a line."""
     line = json.dumps(data)
-    if len(line) + indent <= WIDTH or not isinstance(data, dict | list) or not data:
+    if len(line) + indent <= WIDTH or not isinstance(data, dict | list):
         return line
-    inner = " " * (indent + 1)
+    start, end = "[]"
+    parts = [compact_json(value, indent + 1) for value in _values(data)]
     if isinstance(data, dict):
-        parts = [f"{json.dumps(k)}: {compact_json(v, indent + 1)}" for k, v in data.items()]
-    else:
-        parts = [compact_json(value, indent + 1) for value in data]
-    return ("{" if isinstance(data, dict) else "[") + _block(parts, inner, indent, data)
+        start, end = "{}"
+        parts = [f"{json.dumps(key)}: {part}" for key, part in zip(data, parts, strict=True)]
+    inner = ",\n".join(f"{' ' * (indent + 1)}{part}" for part in parts)
+    return f"{start}\n{inner}\n{' ' * indent}{end}"
 
 
-def _block(parts: list[str], inner: str, indent: int, data: Any) -> str:
-    end = "}" if isinstance(data, dict) else "]"
-    lines = ",\n".join(f"{inner}{part}" for part in parts)
-    return f"\n{lines}\n{' ' * indent}{end}"
+def _values(data: dict[str, Any] | list[Any]) -> list[Any]:
+    return list(data.values()) if isinstance(data, dict) else data

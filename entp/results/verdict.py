@@ -7,7 +7,7 @@ finished and tested, or has too few seeds for the p that it asks for.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from entp.results.schema import ArmRecord, Check, CheckResult, Factor, Record, Selector, Verdict
@@ -58,7 +58,7 @@ def check_record(record: Record, check: Check) -> CheckResult:
 
 def _findings(record: Record, check: Check) -> list[Finding]:
     left = select(record.arms, check.left)
-    if not isinstance(check.right, dict):
+    if not isinstance(check.right, Mapping):
         return [_against_number(record, check, label, check.right) for label in left]
     right = select(record.arms, check.right)
     return [
@@ -74,16 +74,16 @@ def select(arms: dict[str, ArmRecord], selector: Selector) -> list[str]:
     return [label for label, arm in arms.items() if matches(arm.factors, selector)]
 
 
-def matches(factors: dict[str, Factor], selector: Selector) -> bool:
+def matches(factors: Mapping[str, Factor], selector: Selector) -> bool:
     """Whether an arm has these factors."""
     for name, wanted in selector.items():
-        allowed = wanted if isinstance(wanted, list) else [wanted]
+        allowed = [wanted] if isinstance(wanted, str | int | float) else wanted
         if name not in factors or factors[name] not in allowed:
             return False
     return True
 
 
-def _agree(one: ArmRecord, other: ArmRecord, same: tuple[str, ...]) -> bool:
+def _agree(one: ArmRecord, other: ArmRecord, same: Sequence[str]) -> bool:
     return all(one.factors.get(name) == other.factors.get(name) for name in same)
 
 

@@ -1,7 +1,8 @@
 """Addition, one line per sequence, as in the paper's format: `$12+34=46$`, or with the sum reversed
 `$12+34=64$`.
 
-The pairs of numbers are split once: `train_examples` for training, the rest for validation and test.
+The pairs of numbers are split once: `train_examples` for training, the rest for validation and
+test.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Addition(Task):
         most = 100**self.digits - 2
         if not 1 <= self.train_examples <= most:
             raise InputError(
-                f"task.train_examples is {self.train_examples}: allowed are 1 to {most} with {self.digits} "
+                f"task.train_examples is {self.train_examples}: allowed are 1 to {most} with "
+                f"{self.digits} "
                 "digits."
             )
 

@@ -8,7 +8,7 @@ in mode entp no prefix is computed for them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -59,6 +59,10 @@ class Batch:
             value = getattr(self, name)
             if value is not None:
                 floats = np.issubdtype(value.dtype, np.floating) or name == "loss_weights"
+                if floats and name in ("lengths", "position_ids"):
+                    raise InputError(
+                        f"a batch has {name} of type {value.dtype}: they must be whole numbers."
+                    )
                 kind = np.float32 if floats else np.int64
                 object.__setattr__(self, name, np.ascontiguousarray(value, dtype=kind))
         if self.x.ndim not in (2, 3) or self.y.shape != self.x.shape[:2]:
@@ -105,8 +109,9 @@ class Batch:
 
     def part(self, rank: int, world: int) -> Batch:
         """The share of one of `world` processes: every world-th sequence."""
-        kept: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{k: v if v is None else v[rank::world] for k, v in kept.items()})
+        arrays: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        mine = {name: v[rank::world] for name, v in arrays.items() if v is not None}
+        return replace(self, **mine)
 
 
 Baseline = Callable[[Batch], Predicted]
@@ -231,6 +236,17 @@ class Task:
         if np.ndim(value):
             return "(" + " ".join(f"{v:.1f}" for v in value) + ")"
         return f"{value:.2f}" if isinstance(value, np.floating) else self.to_text([int(value)])
+
+
+def few_sequences(there: int, read: int, of: str) -> list[str]:
+    """The caveat of a task with fewer different sequences than training read; none with more."""
+    if there >= read:
+        return []
+    return [
+        f"There are only {there:,} different sequences of {of}, and training read {read:,}: most "
+        "test sequences had been seen, so their accuracy does not tell a learned rule from "
+        "memorised sequences."
+    ]
 
 
 TASKS: dict[str, str] = {

@@ -1,8 +1,10 @@
 """Count3, Count2 and Match3': the paper's counting tasks.
 
-Count3(x_1..x_n) = |{(i, j) in [n]^2 : x_i + x_j + x_n = 0 mod n}| mod n          (paper, eq. Count3)
-Count2(x_1..x_n) = |{i in [n] : x_i + x_n = 0 mod n}| mod n                        (paper, footnote in "Count3 with LLM")
-Match3'(x_1..x_n) = 1 if there are i, j with x_1 + x_i + x_j = 0 mod 128, else 0   (paper, eq. Match3')
+Count3(x_1..x_n) = |{(i, j) in [n]^2 : x_i + x_j + x_n = 0 mod n}| mod n
+Count2(x_1..x_n) = |{i in [n] : x_i + x_n = 0 mod n}| mod n
+Match3'(x_1..x_n) = 1 if there are i, j with x_1 + x_i + x_j = 0 mod 128, else 0
+
+(paper: eq. Count3, a footnote in "Count3 with LLM", eq. Match3')
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import numpy as np
 
 from entp.errors import InputError
 from entp.fields import check_numbers
-from entp.tasks.base import IGNORE, Batch, Split, Task
+from entp.tasks.base import IGNORE, Batch, Split, Task, few_sequences
 
 
 def count3_next(x: np.ndarray) -> np.ndarray:
@@ -39,7 +41,7 @@ def count2_next(x: np.ndarray) -> np.ndarray:
 
 
 def match3_labels(x: np.ndarray, modulus: int) -> np.ndarray:
-    """Match3' after each position of each row of x (batch, n): 0s, then 1s from the first match on."""
+    """Match3' after each position of x (batch, n): 0s, then 1s from the first match on."""
     batch, n = x.shape
     rows = np.arange(batch)
     residue = x % modulus
@@ -92,13 +94,7 @@ class _Counting(Task):
 
     def caveats(self, sequences_read: int) -> list[str]:
         there = self.num_values**self.prompt_length
-        if there >= sequences_read:
-            return []
-        return [
-            f"There are only {there:,} different sequences of {self.length} integers, and training "
-            f"read {sequences_read:,}: most test sequences had been seen, so their accuracy does "
-            "not tell a learned rule from memorised sequences."
-        ]
+        return few_sequences(there, sequences_read, f"{self.length} integers")
 
     def model_needs(self) -> dict[str, Any]:
         return {"vocab": max(self.num_values, self.length - 1), "context_length": self.length}
@@ -124,19 +120,18 @@ class _Counting(Task):
 
 @dataclass(frozen=True)
 class Count3(_Counting):
-    """Each integer counts the pairs that sum, with the last integer, to 0 modulo the length so far."""
+    """Each integer counts the pairs that sum, with the last one, to 0 modulo the length so far."""
 
     name: ClassVar[str] = "count3"
     about: ClassVar[str] = (
-        "count pairs i, j with x_i + x_j + x_n = 0 mod n (the paper: ENTP learns it, decoders do "
-        "not)"
+        "count pairs i, j with x_i + x_j + x_n = 0 mod n (the paper: decoders do not learn it)"
     )
     rule = staticmethod(count3_next)
 
 
 @dataclass(frozen=True)
 class Count2(_Counting):
-    """Each integer counts the integers that sum, with the last one, to 0 modulo the length so far."""
+    """Each integer counts those that sum, with the last one, to 0 modulo the length so far."""
 
     name: ClassVar[str] = "count2"
     about: ClassVar[str] = "count i with x_i + x_n = 0 mod n (the paper's control)"
@@ -171,10 +166,16 @@ class Match3(Task):
                 f"task.length {self.length} and task.modulus {self.modulus} must be at least 1."
             )
         if self.num_values is not None and self.num_values < 1:
-            raise InputError(f"task.num_values is {self.num_values}: it must be at least 1, or None.")
+            raise InputError(
+                f"task.num_values is {self.num_values}: it must be at least 1, or None."
+            )
 
     def model_needs(self) -> dict[str, Any]:
-        return {"vocab": self.num_values or self.modulus, "context_length": self.length, "outputs": 2}
+        return {
+            "vocab": self.num_values or self.modulus,
+            "context_length": self.length,
+            "outputs": 2,
+        }
 
     def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
         x = self.rng(seed, split, step).integers(

@@ -2,7 +2,8 @@
 
     scores = task.measure(batch, Predicted(answer, loss))     # one Score per metric
     totals = Totals.of(task.metrics, batch, scores)           # add them: totals_a + totals_b
-    totals.value("exact_match"), totals.interval("exact_match"), totals.sliced("exact_match", "digits")
+    totals.value("exact_match"), totals.interval("exact_match"), totals.sliced("exact_match",
+    "digits")
 
 Everything is numpy: workers and `--help` start without torch.
 """
@@ -76,11 +77,21 @@ class Score(NamedTuple):
     """By slice, the bin of each row: whole numbers or short texts."""
 
 
+def right_answers(batch: Batch, got: Predicted) -> np.ndarray:
+    """Whether each answer is its target."""
+    if np.shape(got.answer) != batch.targets.shape:
+        raise InputError(
+            f"the answers have shape {np.shape(got.answer)}: it must be {batch.targets.shape}, one "
+            "for each target of the batch."
+        )
+    return got.answer == batch.targets
+
+
 def exact_match(
     batch: Batch, got: Predicted, slices: Mapping[str, np.ndarray] | None = None
 ) -> Score:
     """1 for sequences without a wrong answer; one that has no target does not count."""
-    wrong = np.bincount(batch.row, got.answer != batch.targets, len(batch.x))
+    wrong = np.bincount(batch.row, ~right_answers(batch, got), len(batch.x))
     some = np.bincount(batch.row, minlength=len(batch.x)) > 0
     return Score((wrong == 0) & some, some, slices or {})
 
@@ -89,7 +100,7 @@ def token_accuracy(
     batch: Batch, got: Predicted, slices: Mapping[str, np.ndarray] | None = None
 ) -> Score:
     """1 for right answers; by default also by the number of tokens read."""
-    right = got.answer == batch.targets
+    right = right_answers(batch, got)
     slices = {"length": batch.position + 1} if slices is None else slices
     return Score(right, np.ones(len(right)), slices)
 
@@ -223,9 +234,7 @@ class Totals:
     def sliced_interval(self, name: str, by: str, key: str) -> tuple[float, float] | None:
         return self._shown(name, self.slices[name][by][key].interval())
 
-    def _shown(
-        self, name: str, interval: tuple[float, float] | None
-    ) -> tuple[float, float] | None:
+    def _shown(self, name: str, interval: tuple[float, float] | None) -> tuple[float, float] | None:
         if interval is None:
             return None
         low, high = (self.metric(name).shown(end) for end in interval)
@@ -258,8 +267,9 @@ class Totals:
 def _bins(
     keys: np.ndarray, rows: np.ndarray, value: np.ndarray, weight: np.ndarray
 ) -> dict[str, Sums]:
+    """The sums of each bin that has a row which counts."""
     found = {}
-    for key in np.unique(keys):
+    for key in np.unique(keys[weight != 0]):
         mine = keys == key
         found[str(key)] = _sums(rows[mine], value[mine], weight[mine])
     return found

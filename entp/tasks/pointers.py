@@ -6,6 +6,7 @@ under a causal mask they cannot.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -14,10 +15,9 @@ import numpy as np
 
 from entp.errors import InputError
 from entp.fields import check_numbers, choice_problems, raise_problems
-from entp.tasks.base import IGNORE, Baseline, Batch, Split, Task
-from entp.tasks.metrics import LOSS, Metric, Predicted, Score
+from entp.tasks.base import IGNORE, Baseline, Batch, Split, Task, few_sequences
+from entp.tasks.metrics import LOSS, Metric, Predicted, Score, mean_loss, token_accuracy
 from entp.tasks.metrics import exact_match as exact_match_score
-from entp.tasks.metrics import mean_loss, token_accuracy
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,13 @@ class Chase(Task):
         """Follow a single pointer from each query, whatever its number."""
         queries = batch.x[batch.row, batch.position]
         return Predicted(batch.x[batch.row, queries], None)
+
+    def caveats(self, sequences_read: int) -> list[str]:
+        tables = self.nodes**self.nodes
+        if self.table == "cycle":
+            tables = math.factorial(self.nodes - 1)
+        there = tables * self.nodes**self.hops
+        return few_sequences(there, sequences_read, f"{self.nodes + self.hops} nodes")
 
     @property
     def prefix(self) -> int:

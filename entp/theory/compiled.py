@@ -1,31 +1,32 @@
-"""Count3 as weights set by hand: a Transformer of four blocks, whatever the length, that computes
-it without error.
+"""Count3 as weights set by hand: a Transformer of four blocks that computes it without error.
 
-    model = count3(n_max=64)                       # x_i < n, every n up to 64
-    model = count3(n_max=64, ratio=4)              # x_i < 4 n: the paper's experiments, values up to 63 from n = 16 on
-    model(tokens, mode="entp")                     # or save it, load it, generate with it
+    model = count3(n_max=64)             # x_i < n, every n up to 64
+    # x_i < 4 n: the paper's experiments, values up to 63 from n = 16 on
+    model = count3(n_max=64, ratio=4)
+    model(tokens, mode="entp")           # or save it, load it, generate with it
 
-A lemma of the paper (lem:enc-bound) says that a fixed encoder exists; these are its weights. With l
-= x_n, s_i = x_i + l and kappa_i = ceil(s_i / n), the partner that row i looks for is a_i = kappa_i
-n - s_i, one of 0..n-1.
+A lemma of the paper (lem:enc-bound) says that a fixed encoder exists; these are its weights. With
+l = x_n, s_i = x_i + l and kappa_i = ceil(s_i / n), the partner that row i looks for is
+a_i = kappa_i n - s_i, one of 0..n-1.
 
     block 1   attention: every row fetches l, l^2, n, n^2 from the last row and x_0 from the first
-              MLP: a_i, kappa_i^2, kappa_i s_i; x_j mod n and what its square is made of, all zero
-                  in row 0
+              MLP: a_i, kappa_i^2, kappa_i s_i; x_j mod n and what its square is made of, all
+              zero in row 0
     block 2   attention: w_i = number of j > 0 with x_j = a_i mod n. Row 0 is a sink (below)
               MLP: + 1 if x_0 = a_i mod n
     block 3   attention: the mean over all rows, W = count / n, and 1 / n
     block 4   attention: t = floor(W), by looking up the position nearest to W - 1/2 + 1/(2n)
-              MLP: f = W - t, 0 where that is 1. The output's logits are 2 v f - v^2 / n = (2 v r -
-                  v^2) / n, r = count mod n
+              MLP: f = W - t, 0 where that is 1. The output's logits are
+              2 v f - v^2 / n = (2 v r - v^2) / n, r = count mod n
 
 Three ideas keep it small. **A sink makes softmax count**: if row 0 scores S more than a match and
 has value 0, the weights of matches are exp(-S) each, so exp(S) times the attended value is their
 number (relative error n exp(-S)): no reciprocals.
-**Products in the scores**: a match scores K a_i^2, a product that no MLP of fixed size can form; the sink has to score
+**Products in the scores**: a match scores K a_i^2, a product that no MLP of fixed size can form;
+the sink has to score
 K a_i^2 + S = K (kappa_i^2 n^2 - 2 kappa_i s_i n + x_i^2 + 2 x_i l + l^2) + S, in which each product
-is one of something that row i has and something that row 0 has. **Thresholds in one layer**: y [e >
-0] = min(ReLU(M (2e - 1)), y) for integers e.
+is one of something that row i has and something that row 0 has.
+**Thresholds in one layer**: y [e > 0] = min(ReLU(M (2e - 1)), y) for integers e.
 """
 
 from __future__ import annotations
@@ -47,18 +48,17 @@ Form = dict[str, float]
 
 BLOCKS, HEADS = 4, 2
 SHARP = 60.0
-"""Score by which the right key of a lookup beats the next: others get less than exp(-60) of the
-weight."""
+"""Score by which the right key of a lookup beats the next: others weigh less than exp(-60)."""
 LEAST_MARGIN = 30
 
 
 @dataclass(frozen=True)
 class Head:
-    """An attention head: its score is the sum of products (query form) x (key form); values go to
-    registers."""
+    """An attention head: a score is a sum of products (query form) x (key form)."""
 
     scores: list[tuple[Form, Form]]
     values: dict[str, Form]
+    """What is added to each register."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,7 @@ class Layer:
 
 
 def count3(n_max: int = 64, ratio: int = 1) -> Transformer:
-    """A Transformer in float64 that computes Count3 in mode entp, for all sequences of n <= n_max
-    integers x_i < ratio n.
+    """A float64 Transformer that computes Count3 in mode entp, for n <= n_max and x_i < ratio n.
 
     Token ids go from 0 to n_max - 1. Layers and width do not depend on n_max; the width grows with
     ratio.
@@ -117,8 +116,7 @@ def answers(model: Transformer, x: np.ndarray, mode: str = "entp") -> np.ndarray
 
 
 def _registers(ratio: int) -> dict[str, int]:
-    """Which dimension of the stream holds what. MEAN, NINV and T take places that block 2 has
-    cleared.
+    """Which dimension of the stream holds what; MEAN, NINV and T reuse what block 2 has cleared.
 
     X, X2: the token and its square; in the end what the tied readout needs. J, J2, FIRST: position,
     its square, [j = 0]. L, L2, N, N2, X0: fetched by block 1. A, K2, KS: a, kappa^2, kappa s. GX,
@@ -126,35 +124,26 @@ def _registers(ratio: int) -> dict[str, int]:
     (x mod n)^2 = x^2 - 2 q x n + q^2 n^2. SN, SN2: n and n^2 in row 0 only, L becomes such. If x <
     n there is no q, and N and N2 are not needed outside row 0.
     """
-    names = [
-        "X",
-        "X2",
-        "J",
-        "J2",
-        "FIRST",
-        "L",
-        "L2",
-        "N",
-        "N2",
-        "X0",
-        "A",
-        "K2",
-        "KS",
-        "GX",
-        "GX2",
-        "W",
-    ]
-    names += ["QX", "Q2", "SN", "SN2"] if ratio > 1 else []
+    names = ["X", "X2", "J", "J2", "FIRST", "L", "L2", "N", "N2", "X0"]
+    names += ["A", "K2", "KS", "GX", "GX2", "W"]
+    if ratio > 1:
+        names += ["QX", "Q2", "SN", "SN2"]
     registers = {name: number for number, name in enumerate(names)}
     registers |= {"MEAN": registers["A"], "NINV": registers["K2"], "T": registers["KS"]}
-    return registers if ratio > 1 else registers | {"SN": registers["N"], "SN2": registers["N2"]}
+    if ratio == 1:
+        registers |= {"SN": registers["N"], "SN2": registers["N2"]}
+    return registers
 
 
 def _program(n_max: int, ratio: int) -> list[Layer]:
     """The four blocks."""
-    last = Head([({"1": SHARP}, {"J": 1.0})], {
-        "L": {"X": 1.0}, "L2": {"X2": 1.0}, "N": {"J": 1.0, "1": 1.0}, "N2": {"J2": 1.0, "J": 2.0, "1": 1.0},
-    })  # fmt: skip
+    fetched: dict[str, Form] = {
+        "L": {"X": 1.0},
+        "L2": {"X2": 1.0},
+        "N": {"J": 1.0, "1": 1.0},
+        "N2": {"J2": 1.0, "J": 2.0, "1": 1.0},
+    }
+    last = Head([({"1": SHARP}, {"J": 1.0})], fetched)
     first = Head([({"1": -SHARP}, {"J": 1.0})], {"X0": {"X": 1.0}})
     mean = Head([], {"MEAN": {"W": 1.0}, "NINV": {"FIRST": 1.0}})
     sharp = SHARP * n_max
@@ -192,15 +181,13 @@ def _keys(n_max: int, ratio: int) -> Iterable[Unit]:
     if ratio > 1:
         for name, out in (("N", "SN"), ("N2", "SN2")):
             yield Unit({name: 1.0, "FIRST": shut, "1": -shut}, {out: 1.0})
-    for name in (
-        ("L",) if ratio > 1 else ("L", "N", "N2")
-    ):  # in place: less itself in every row but the first
+    for name in ("L",) if ratio > 1 else ("L", "N", "N2"):
+        # In place: less itself in every row but the first.
         yield Unit({name: 1.0, "FIRST": -shut}, {name: -1.0})
 
 
 def margin(n_max: int) -> float:
-    """K and S: scores of mismatches fall by at least K below a match, the sink lies S above it.
-    Whole, so that scores are.
+    """K and S: a mismatch scores at least K less than a match, the sink S more. A whole number.
 
     A count is wrong by less than 2 n^3 exp(-S) in the worst case, and may be by less than one half.
     """
@@ -208,8 +195,7 @@ def margin(n_max: int) -> float:
 
 
 def _count(n_max: int, ratio: int) -> Head:
-    """The number of rows j > 0 with x_j = a mod n. Each product is (of the query's row) x (of the
-    key's row)."""
+    """The number of rows j > 0 with x_j = a mod n, by products (query's row) x (key's row)."""
     k = margin(n_max)
     tokens: list[tuple[Form, Form]] = [({"A": 2 * k}, {"GX": 1.0}), ({"1": -k}, {"GX2": 1.0})]
     if ratio > 1:
@@ -231,8 +217,7 @@ def _match_at_first(ratio: int) -> Iterable[Unit]:
 
 
 def _remainder(n_max: int) -> list[Unit]:
-    """X = 2 C f and X2 = -C / n, with f = W - t, or 0 if that is 1: the tied readout takes 2 v f -
-    v^2 / n."""
+    """X = 2 C f and X2 = -C / n, with f = W - t, or 0 if that is 1, for the tied readout."""
     sharp, steep = SHARP * n_max, 4.0 * n_max
     whole = {"MEAN": steep, "T": -steep, "NINV": steep / 2, "1": -steep}
     return [

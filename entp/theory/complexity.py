@@ -1,14 +1,13 @@
-"""The paper's table of complexities (Table "Complexity for next-token inference"), measured on the
-CPU as n grows.
+"""The paper's Table "Complexity for next-token inference", measured on the CPU as n grows.
 
     result = measure()                  # a dict of plain values, in about ten seconds
-    print(report(result))               # every length, the powers of n beside the table's, and what differs
+    print(report(result))               # every length, and the powers of n beside the table's
     how, verdict = summary(result)      # a line, and whether the powers are the table's
 
 One more token is generated as token number n, by each of
 
     entp             the paper's ENTP: nothing is kept, the encoder reads all n tokens again
-    entp, cached     entp.engine.generation.caches.EntpCache: the first layer is kept up to date, the layers above run again
+    entp, cached     EntpCache: the first layer is kept up to date, the layers above run again
     decoder          DecoderCache: keys and values of every layer are kept
     decoder, O(D)    the same with attention in O(D) memory (entp.theory.linear_memory)
 
@@ -68,10 +67,11 @@ class StreamingDecoder(DecoderCache):
     def append(self, new_B: Tensor, position_ids: Tensor | None = None) -> Tensor:
         at, n = self.lengths, self.longest + 1
         self.lengths, self.longest = at + 1, n
-        own = (at if position_ids is None else position_ids)[:, None]
+        ids = at if position_ids is None else position_ids
+        own = ids[:, None]
         h = self.model.embed(new_B[:, None], own)
         for block, keys, values in zip(self.blocks, self.keys, self.values, strict=True):
-            q, k, v = (part[0, 0] for part in block.project(h, own))  # (H, d) each
+            q, k, v = (x[0, 0] for x in block.project(h, own))  # (H, d) each
             keys[0, :, n - 1], values[0, :, n - 1] = k, v
             known = zip(q[:, None], keys[0, :, :n], values[0, :, :n], strict=True)
             attended = [attend_streaming(*one, scale=block.scale) for one in known]  # head by head
@@ -96,8 +96,7 @@ def make(kind: str, model: Transformer, capacity: int) -> Cache:
 def measure(
     lengths: Sequence[int] = LENGTHS, *, width: int = 8, layers: int = 3, heads: int = 2
 ) -> dict[str, Any]:
-    """All measures of all kinds at every length, and the fitted powers of n: plain values, ready
-    for JSON.
+    """All measures of all kinds at every length, and the fitted powers of n, ready for JSON.
 
     The width is small so that attention, which grows as n², shows beside the linear layers at
     lengths that take no time.
@@ -116,25 +115,24 @@ def measure(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Transformer(config)
+    # Each thread of fused attention has buffers of its own: memory would be that of the machine.
     threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # each thread of fused attention has buffers of its own: memory would be that of the machine
+    torch.set_num_threads(1)
     try:
         for kind in KINDS:  # what is set up once must not count for the first length
             _measure_one(kind, model, lengths[0])
         points = {kind: [_measure_one(kind, model, n) for n in lengths] for kind in KINDS}
     finally:
         torch.set_num_threads(threads)
-    powers = {
-        kind: {
-            what: fit_power(lengths, [p[what] for p in points[kind]])
-            for what in (*MEASURES, "formula")
-        }
-        for kind in KINDS
-    }
+    powers = {kind: _fit_powers(lengths, points[kind]) for kind in KINDS}
     shape = {"width": width, "layers": layers, "heads": heads, "torch": str(torch.__version__)}
     return {"config": shape, "lengths": lengths, "points": points, "powers": powers, "paper": PAPER}
+
+
+def _fit_powers(lengths: Sequence[int], points: list[dict[str, float]]) -> dict[str, float | None]:
+    """The fitted power of n of every measure."""
+    names = (*MEASURES, "formula")
+    return {name: fit_power(lengths, [point[name] for point in points]) for name in names}
 
 
 def _measure_one(kind: str, model: Transformer, n: int) -> dict[str, float]:
@@ -170,12 +168,12 @@ def formula(config: ModelConfig, n: int, kind: str) -> int:
     """The operations of token number n by the engine's formulas."""
     if kind == "entp":  # one prefix of n tokens, forward only
         return reference_flops(config, torch.arange(n)[None] == n - 1).total // STEP
-    return token_flops(config, n, "entp" if kind == "entp, cached" else "decoder").total
+    mode = "entp" if kind == "entp, cached" else "decoder"
+    return token_flops(config, n, mode).total
 
 
 def kept_bytes(cache: Cache) -> int:
-    """Bytes of all tensors that a cache keeps between tokens, besides the weights and the text
-    itself (ids and lengths)."""
+    """Bytes that a cache keeps between tokens, besides the weights and the text itself."""
     found: dict[int, int] = {}
 
     def visit(value: object) -> None:
@@ -195,20 +193,17 @@ def kept_bytes(cache: Cache) -> int:
 
 def fit_power(lengths: Sequence[int], values: Sequence[float]) -> float | None:
     """The p of value = c n^p over the upper half of the lengths; None if a value there is 0."""
-    return (
-        fit_exponent(lengths, values)[0]
-        if all(value > 0 for value in values[len(lengths) // 2 :])
-        else None
-    )
+    if any(value <= 0 for value in values[len(lengths) // 2 :]):
+        return None
+    return fit_exponent(lengths, values)[0]
 
 
 def summary(result: dict[str, Any]) -> tuple[str, str]:
-    """What came out in a line, and "holds" if powers of n are the paper's, else "FAILS": seconds
-    are too noisy to judge by.
+    """The measured powers of n in a line, and "holds" if they are the paper's, else "FAILS".
 
-    Operations must be within 0.2 of the paper's power, because linear layers count too; the
-    decoder's additional memory is that with attention in O(D) memory, and the encoder's may be 0.4
-    off, by buffers that are not yet full.
+    Seconds are too noisy to judge by. Operations must be within 0.2 of the paper's power, because
+    linear layers count too; the decoder's additional memory is that with attention in O(D) memory,
+    and the encoder's may be 0.4 off, by buffers that are not yet full.
     """
     powers = result["powers"]
     encoder, decoder = powers["entp"], powers["decoder"]
@@ -221,18 +216,17 @@ def summary(result: dict[str, Any]) -> tuple[str, str]:
         abs(encoder["additional"] - PAPER["entp"]["additional"]) < 0.4,
         abs(space - PAPER["decoder"]["additional"]) < 0.01,
     ]
-    how = (
-        f"powers of n measured: operations {encoder['operations']:.2f} and "
-        f"{decoder['operations']:.2f}, "
-        f"additional space {encoder['additional']:.2f} and {abs(space):.2f}"
-    )
-    return how, "holds" if all(near) else "FAILS"
+    operations = f"operations {encoder['operations']:.2f} and {decoder['operations']:.2f}"
+    memory = f"additional space {encoder['additional']:.2f} and {abs(space):.2f}"
+    verdict = "holds" if all(near) else "FAILS"
+    return f"powers of n measured: {operations}, {memory}", verdict
 
 
 def report(result: dict[str, Any]) -> str:
     """The tables for a person, and what differs from the paper's and why."""
     config, lengths = result["config"], result["lengths"]
-    title = f"one more token as token number n: {config['layers']} layers, width {config['width']}, {config['heads']} heads"
+    size = f"{config['layers']} layers, width {config['width']}, {config['heads']} heads"
+    title = f"one more token as token number n: {size}"
     head = ["n", "", "operations", "ms", "precomputed KiB", "additional KiB"]
     rows = [
         [
@@ -265,9 +259,9 @@ def _powers_table(result: dict[str, Any]) -> str:
     def cell(power: float | None) -> str:
         if power is None:
             return "N/A"
-        return (
-            str(power) if isinstance(power, int) else f"{round(power, 2) + 0.0:.2f}"
-        )  # never -0.00
+        if isinstance(power, int):
+            return str(power)
+        return f"{round(power, 2) + 0.0:.2f}"  # never -0.00
 
     rows = [[kind, *(cell(result["powers"][kind][what]) for what in MEASURES)] for kind in KINDS]
     rows += [
@@ -283,26 +277,24 @@ def _notes(result: dict[str, Any]) -> list[str]:
     config, last = result["config"], result["lengths"][-1]
     width, layers = config["width"], config["layers"]
     end = {kind: result["points"][kind][-1] for kind in KINDS}
-    share = end["entp, cached"]["formula"] / end["entp"]["formula"]
-    apart = (
-        ", ".join(
-            kind
-            for kind in KINDS
-            if any(p["operations"] != p["formula"] for p in result["points"][kind])
-        )
-        or "none"
-    )
+    fraction = end["entp, cached"]["formula"] / end["entp"]["formula"]
+    apart = [
+        kind
+        for kind in KINDS
+        if any(point["operations"] != point["formula"] for point in result["points"][kind])
+    ]
+    others = ", ".join(apart) or "none"
     return [
         "operations: with linear layers, which the table leaves out, a token costs ENTP 4 DL n² + "
         "24 D²L n and the decoder",
         f"  4 DL n + 24 D²L, so powers are below 2 and 1 and reach them for n far above 6 D = "
         f"{6 * width}. Torch's counts are",
-        f"  the formulas' except for: {apart}. (The cached ENTP's layer 1 adds keys by elementwise "
-        "products, not counted.)",
+        f"  the formulas' except for: {others}. (The cached ENTP's layer 1 adds keys by "
+        "elementwise products, not counted.)",
         "seconds: at these sizes much is overhead: the start of operations, and for entp a loop "
         "over positions, which is O(n).",
         f"precomputed: the paper's ENTP keeps nothing. Ours keeps layer 1, O(nD) for any L, and "
-        f"does {share:.0%} of the",
+        f"does {fraction:.0%} of the",
         f"  operations at n = {last}: n² is left in {layers - 2} of {layers} layers. With 2 layers "
         "a token is O(n), not O(n²).",
         "additional: ENTP's is O(nD) because fused attention never writes n² scores down; its "

@@ -43,30 +43,26 @@ class Finding:
 
 
 def decoder_beyond_encoders(layers: int = 2, width: int = 1) -> Transformer:
-    """The decoder D~ that no encoder equals: W_Q = W_K = 0 and W_V = I in two layers, everything
-    after them zero."""
+    """The decoder D~ that no encoder equals: W_Q = W_K = 0 and W_V = I in two layers, then zero."""
     return _two_attentions(layers, width, query_key=0.0)
 
 
 def encoder_beyond_decoders(layers: int = 2, width: int = 1) -> Transformer:
-    """The encoder E~ that no decoder with p1 != p2 equals: W_Q = W_K = W_V = I in two layers,
-    everything after them zero."""
+    """The encoder E~ that no decoder with p1 != p2 equals: W_Q = W_K = W_V = I, then zero."""
     return _two_attentions(layers, width, query_key=1.0)
 
 
 @torch.no_grad()
 def _two_attentions(layers: int, width: int, query_key: float) -> Transformer:
-    """Two residual attention layers with W_Q = W_K = query_key I and W_V = I; later layers and all
-    MLPs add nothing."""
+    """Two residual attention layers with W_Q = W_K = query_key I and W_V = I; nothing else adds."""
     for name, got, least in (("layers", layers, 2), ("width", width, 1)):
         if got < least:
             raise InputError(f"{name} is {got}: the theorem's construction needs at least {least}.")
     config = _theorem_config(
         width, layers=layers, heads=1, activation="relu", norm="none", position_embedding="none"
     )
-    with torch.random.fork_rng(
-        devices=[]
-    ):  # weights are drawn, only to be overwritten: the caller's draws must not move
+    # Weights are drawn, only to be overwritten: the caller's draws must not move.
+    with torch.random.fork_rng(devices=[]):
         model = Transformer(config).double()
     eye = torch.eye(width, dtype=torch.float64)
     for p in model.parameters():
@@ -81,13 +77,18 @@ def _two_attentions(layers: int, width: int, query_key: float) -> Transformer:
 
 
 def random_transformer(seed: int, *, width: int = 8, **config: Any) -> Transformer:
-    """A float64 Transformer that reads and returns vectors of its width, no weight of it zero, as
-    "any" model of a theorem.
+    """A theorem's "any" model: float64, reads and returns vectors of its width, no weight zero.
 
-    Unless told, 2 layers, 2 heads, no normalisation and random positions. config: fields of
-    ModelConfig.
+    Unless told, 2 layers, 2 heads, no normalisation and random positions.
+    config: fields of ModelConfig.
     """
-    defaults = {"layers": 2, "heads": 2, "norm": "none", "position_embedding": "given", "context_length": 16}
+    defaults = {
+        "layers": 2,
+        "heads": 2,
+        "norm": "none",
+        "position_embedding": "given",
+        "context_length": 16,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Transformer(_theorem_config(width, **{**defaults, **config})).double()
@@ -102,25 +103,23 @@ def random_transformer(seed: int, *, width: int = 8, **config: Any) -> Transform
 
 
 def _theorem_config(width: int, **config: Any) -> ModelConfig:
-    return ModelConfig(
-        **{"input_dim": width, "outputs": width, "width": width, "attention_scale": "one", **config}
-    )
+    sizes = {"input_dim": width, "outputs": width, "width": width}
+    return ModelConfig(**{**sizes, "attention_scale": "one", **config})
 
 
 # Exact evaluation
 
 
 def exact_decoder(xs: Sequence[Sequence[Fraction]], layers: int = 2) -> list[Vector]:
-    """D~(x_1, x_2, ...) without rounding, of the theorem's decoder with this many layers and the
-    width of the x."""
-    return exact_outputs(decoder_beyond_encoders(layers, len(xs[0]) if xs else 1), xs)
+    """D~(x_1, x_2, ...) without rounding, of the theorem's decoder of the width of the x."""
+    width = len(xs[0]) if xs else 1
+    return exact_outputs(decoder_beyond_encoders(layers, width), xs)
 
 
 def exact_outputs(
     model: Transformer, xs: Sequence[Sequence[Fraction]], mode: str = "decoder"
 ) -> list[Vector]:
-    """What a model computes in mode decoder or entp, from its own weights, in fractions: no
-    rounding anywhere.
+    """A model's outputs in mode decoder or entp, in fractions: no rounding anywhere.
 
     Softmax is a fraction only where all scores of a query are equal. That must follow from the
     weights: W_K = 0, or both W_Q and its bias. Then neither heads nor scale matter. Normalisation,
@@ -143,7 +142,8 @@ def _check_exact(model: Transformer, xs: Sequence[Sequence[Fraction]]) -> None:
             "exact evaluation needs a model that reads and returns vectors (input_dim and outputs)."
         )
     for name, needed in (("norm", "none"), ("activation", "relu"), ("position_embedding", "none")):
-        if (got := getattr(config, name)) != needed:
+        got = getattr(config, name)
+        if got != needed:
             raise InputError(
                 f"exact evaluation needs {name}={needed!r}, and this model has {got!r}."
             )
@@ -158,8 +158,7 @@ def _check_exact(model: Transformer, xs: Sequence[Sequence[Fraction]]) -> None:
         if key.any() and (query.any() or block.qkv.bias[: config.width].any()):
             raise InputError(
                 f"the attention scores of layer {number} are not all equal (neither its W_K nor "
-                "its W_Q with bias is zero): "
-                "their softmax has no exact fractions."
+                "its W_Q with bias is zero): their softmax has no exact fractions."
             )
 
 
@@ -174,29 +173,25 @@ def _exact(model: Transformer, rows: list[Vector], causal: bool) -> list[Vector]
             sums.append(_add(sums[-1], value[-model.config.width :]))
         seen = [n if causal else len(rows) for n in range(1, len(rows) + 1)]
         means = [[total / n for total in sums[n]] for n in seen]
-        rows = [
-            _add(row, more)
-            for row, more in zip(rows, _exact_linear(block.proj, means), strict=True)
-        ]
-        inner = [
-            [max(value, Fraction(0)) for value in row] for row in _exact_linear(block.fc, rows)
-        ]
-        rows = [
-            _add(row, more) for row, more in zip(rows, _exact_linear(block.out, inner), strict=True)
-        ]
+        rows = _add_rows(rows, _exact_linear(block.proj, means))
+        hidden = _exact_linear(block.fc, rows)
+        inner = [[max(value, Fraction(0)) for value in row] for row in hidden]
+        rows = _add_rows(rows, _exact_linear(block.out, inner))
     return _exact_linear(model.head, rows)
 
 
 def _exact_linear(linear: nn.Linear, rows: list[Vector]) -> list[Vector]:
     weight = [[Fraction(w) for w in row] for row in linear.weight.tolist()]  # a float is a fraction
     bias = [Fraction(b) for b in linear.bias.tolist()]
-    return [
-        [
-            sum((w * x for w, x in zip(ws, row, strict=True)), start=b)
-            for ws, b in zip(weight, bias, strict=True)
-        ]
-        for row in rows
-    ]
+
+    def dot(ws: Vector, row: Vector, start: Fraction) -> Fraction:
+        return sum((w * x for w, x in zip(ws, row, strict=True)), start=start)
+
+    return [[dot(ws, row, b) for ws, b in zip(weight, bias, strict=True)] for row in rows]
+
+
+def _add_rows(rows: list[Vector], more: list[Vector]) -> list[Vector]:
+    return [_add(row, added) for row, added in zip(rows, more, strict=True)]
 
 
 def _add(one: Vector, other: Vector) -> Vector:
@@ -235,11 +230,10 @@ def order_matters(model: Transformer, seed: int = 0) -> Finding:
 
 @torch.no_grad()
 def collapses_for_any_encoder(model: Transformer, seed: int = 0) -> Finding:
-    """With p1 != p2 and y1 + p1 = y2 + p2, E(y1)_1 = E(y1, y2)_2 although y1 != y2; D~ keeps them
-    apart.
+    """With p1 != p2 and y1 + p1 = y2 + p2, E(y1)_1 = E(y1, y2)_2 although y1 != y2; not so D~.
 
-    model: any encoder with positions. D~(y1)_1 - D~(y1, y2)_2 is exactly 4 y1 - (7 y1 + 9 y2) / 4 =
-        9 (y1 - y2) / 4.
+    model: any encoder with positions. D~(y1)_1 - D~(y1, y2)_2 is exactly
+        4 y1 - (7 y1 + 9 y2) / 4 = 9 (y1 - y2) / 4.
     """
     y_1 = _draw(seed, 1, _vector_size(model, reads=2))[0]
     y_2 = y_1 + _made_up(model)
@@ -274,33 +268,25 @@ def encoder_beta(x_2: Tensor) -> float:
 
 @torch.no_grad()
 def repeats_for_any_decoder(model: Transformer) -> Finding:
-    """With p1 != p2, x1 = 0 and x2 = p1 - p2, any decoder says the same twice; E~ says 0 and then β
-    x2, which is not 0.
+    """With p1 != p2, x1 = 0 and x2 = p1 - p2, any decoder repeats itself; E~ says 0 and then β x2.
 
     model: any decoder with positions.
     """
-    x = torch.stack(
-        [torch.zeros(_vector_size(model, reads=2), dtype=torch.float64), _made_up(model)]
-    )
+    x_1 = torch.zeros(_vector_size(model, reads=2), dtype=torch.float64)
+    x = torch.stack([x_1, _made_up(model)])
     first, second = model(x[None], "decoder")[0]
     decoder = _apart(first, second)
     zero, told = causal_model(encoder_beyond_decoders(width=x.shape[1]), x[None], "entp")[0]
     beta = encoder_beta(x[1])
     formula = _apart(told, beta * x[1])
+    equal = decoder <= TOLERANCE and formula <= TOLERANCE
+    differs = not zero.any() and bool(told.any()) and beta > 0
+    encoder = float((told - zero).abs().max())
     return Finding(
         "x1 = 0 and x2 = p1 - p2 make any decoder say (c, c), and E~ says (0, beta x2) with beta > "
         "0",
-        decoder <= TOLERANCE
-        and formula <= TOLERANCE
-        and not zero.any()
-        and bool(told.any())
-        and beta > 0,
-        {
-            "decoder": decoder,
-            "encoder": float((told - zero).abs().max()),
-            "beta": beta,
-            "formula": formula,
-        },
+        equal and differs,
+        {"decoder": decoder, "encoder": encoder, "beta": beta, "formula": formula},
     )
 
 
@@ -311,10 +297,9 @@ def repeats_for_any_decoder(model: Transformer) -> Finding:
 def causal_model(
     model: Transformer, x: Tensor, mode: str = "entp", prefix: int | None = None
 ) -> Tensor:
-    """T_f(x)_n = f(x_1..x_n)_n by its definition, f being the model as encoder (entp), decoder, or
-    decoder with a prefix.
+    """T_f(x)_n = f(x_1..x_n)_n by its definition, (B, T, outputs); the mode says what f is.
 
-    x: inputs (B, T) or (B, T, input_dim). Returns (B, T, outputs).
+    x: inputs (B, T) or (B, T, input_dim).
     """
     if mode not in MODES:
         raise one_of("mode", mode, MODES)
@@ -322,28 +307,24 @@ def causal_model(
     ends = []
     for n in range(1, x.shape[1] + 1):
         start = x[:, :n]
-        ends.append(
-            (
-                model.encode(start)
-                if mode == "entp"
-                else masked_hidden(model, start, mode, prefix=prefix)
-            )[:, -1]
-        )
+        if mode == "entp":
+            hidden = model.encode(start)
+        else:
+            hidden = masked_hidden(model, start, mode, prefix=prefix)
+        ends.append(hidden[:, -1])
     return model.readout(torch.stack(ends, 1))
 
 
 @torch.no_grad()
 def decoder_is_causal(model: Transformer, x: Tensor) -> Finding:
-    """T_D = D: a decoder read from scratch for each prefix says what it says when it reads
-    everything once."""
+    """T_D = D: a decoder that reads each prefix from scratch says what it says in one pass."""
     difference = _apart(causal_model(model, x, "decoder"), model(x, "decoder"))
     return Finding("T_D = D", difference <= TOLERANCE, {"difference": difference})
 
 
 @torch.no_grad()
 def one_layer_is_one_function(model: Transformer, x: Tensor, prefix: int) -> Finding:
-    """With one layer T_E = T_D = T_P: only the last query is read, and it sees every token in each
-    mode.
+    """With one layer T_E = T_D = T_P: only the last query is read, and it sees every token.
 
     P, the model with a prefix of p tokens read once, is D from position p on (the p-th included).
     Before it, position i is the encoder's over the whole prefix, E(x_1..x_p)_i, which sees tokens
@@ -387,8 +368,7 @@ def _vector_size(model: Transformer, reads: int) -> int:
 
 
 def _made_up(model: Transformer) -> Tensor:
-    """The step from an input at position 1 to the one at position 2 that is embedded as the same
-    vector."""
+    """The step from an input at position 1 to the one at position 2 with the same embedding."""
     if not model.config.has_limit or torch.equal(model.positions[0], model.positions[1]):
         raise InputError("this model has p1 = p2: the statement is about models with p1 != p2.")
     assert model.read_in is not None
@@ -399,8 +379,8 @@ def _made_up(model: Transformer) -> Tensor:
     if (gap - weight @ step).norm() > 1e-9 * gap.norm():
         raise InputError(
             "no two inputs of this model make up for p1 - p2, so the theorem says nothing about "
-            "it: it is about inputs that "
-            "positions are added to directly (input_dim = width and an invertible read_in)."
+            "it: it is about inputs that positions are added to directly (input_dim = width and an "
+            "invertible read_in)."
         )
     return step
 
@@ -411,9 +391,8 @@ def _encode(model: Transformer, x_TD: Tensor) -> Tensor:
 
 
 def _draw(seed: int, count: int, size: int) -> Tensor:
-    return torch.randn(
-        count, size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-    )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, size, dtype=torch.float64, generator=generator)
 
 
 def _fractions(x_TD: Tensor) -> list[Vector]:
@@ -423,7 +402,9 @@ def _fractions(x_TD: Tensor) -> list[Vector]:
 def _apart(one: Tensor, other: Tensor) -> float:
     """The largest difference, relative to the largest entry."""
     largest = torch.maximum(one.abs().max(), other.abs().max())
-    return 0.0 if largest == 0 else float((one - other).abs().max() / largest)
+    if largest == 0:
+        return 0.0
+    return float((one - other).abs().max() / largest)
 
 
 def _blocks(model: Transformer) -> list[Block]:

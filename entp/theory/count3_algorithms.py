@@ -1,14 +1,14 @@
 """Algorithms for Count3 that count their own steps and counters.
 
-Count3(x_1..x_n) = |{(i, j) in [n]^2 : x_i + x_j + x_n = 0 mod n}| mod n                  (paper, eq. Count3)
+Count3(x_1..x_n) = |{(i, j) in [n]^2 : x_i + x_j + x_n = 0 mod n}| mod n    (paper, eq. Count3)
 
-    algorithm                      steps           counters     kept for all lengths
+    algorithm                      steps           counters    kept for all lengths
     quadratic   alg:tc1            n^2             0
     linear      alg:tc2            2n              n
     blocked     s residues a time  2n ceil(n/s)    s
-    in_place    overwrites x       O(n log n)      0            the input, which it sorts
-    RunningTable                   n + 1           0            n counters of raw values, one changed per token
-    AppendOnlyTable                O(n log n)      O(log n)     the same table, nothing ever overwritten
+    in_place    overwrites x       O(n log n)      0           the input, which it sorts
+    RunningTable                   n + 1           0           n counters, one changed per token
+    AppendOnlyTable                O(n log n)      O(log n)    the same, nothing ever overwritten
 
 The first three only read x. `blocked` with s = sqrt n takes neither n^2 steps nor n counters, so it
 is outside both branches of Conjecture con:ts2; its steps times its counters are still about 2n^2.
@@ -43,8 +43,7 @@ class Counted:
     time: int
     """Steps done once x_n is known."""
     space: int
-    """Most counters alive at once that were made for this length; a fixed number of scalars is not
-    counted."""
+    """Most counters alive at once that were made for this length, besides a few scalars."""
     shared: int = 0
     """Cells kept from shorter lengths, none of them a function of n."""
 
@@ -167,8 +166,7 @@ def plain_blocked(x: Sequence[int] | np.ndarray, s: int) -> Counted:
 
 
 def in_place(x: Sequence[int] | np.ndarray) -> Counted:
-    """Reduce and sort x where it lies, then walk it from both ends: O(n log n) steps, no counters,
-    but x is overwritten.
+    """Reduce and sort x in place, then walk it from both ends: O(n log n) steps, no counters.
 
     The caller's x is copied first and stays as it is; the copy stands for an input that may be
     written to.
@@ -221,12 +219,11 @@ def _pairs(cells: list[int], total: int, meter: Meter) -> int:
 
 
 class RunningTable:
-    """Count3 after every token from one table that all lengths share: how often each raw value
-    0..values-1 has come.
+    """Count3 after every token, from one table of all lengths: how often each raw value has come.
 
     No cell is a function of n, and one cell changes per token. An answer looks up, for each x_i,
-    every raw value that is
-    -(x_i + x_n) modulo n: at most n ceil(values/n) steps after the one that adds x_n, and no counter made for this length.
+    every raw value that is -(x_i + x_n) modulo n: at most n ceil(values/n) steps after the one that
+    adds x_n, and no counter made for this length.
     """
 
     def __init__(self, values: int) -> None:
@@ -270,8 +267,7 @@ class RunningTable:
         self.table[value] += 1
 
     def _look_up(self, raw: np.ndarray, meter: Meter) -> np.ndarray:
-        """How often each of these raw values has come; the first touch of each was counted with its
-        x_i."""
+        """How often each of these raw values has come; a first touch was counted with its x_i."""
         return self.table[raw]
 
     def _cells(self) -> int:
@@ -279,8 +275,7 @@ class RunningTable:
 
 
 class AppendOnlyTable(RunningTable):
-    """The running table in memory that is never overwritten, as a decoder's keys and values are
-    not.
+    """The running table in memory that is never overwritten, like a decoder's keys and values.
 
     The table is a binary tree over the raw values, with the counts in its leaves. A token adds a
     new copy of the path from the root to its leaf, ceil(log2(values)) + 1 nodes, and shares
@@ -290,11 +285,8 @@ class AppendOnlyTable(RunningTable):
 
     def _make(self) -> None:
         self.depth = (self.values - 1).bit_length()
-        self.left, self.right, self.count = (
-            [0],
-            [0],
-            [0],
-        )  # node 0 is the empty tree: its children are itself
+        # Node 0 is the empty tree: its children are itself.
+        self.left, self.right, self.count = [0], [0], [0]
         self.root = 0
 
     def _add(self, value: int) -> None:

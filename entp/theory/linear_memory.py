@@ -1,5 +1,4 @@
-"""Attention in O(D) memory: the paper's algorithm as printed, a stable one, and how much memory
-each really takes.
+"""Attention in O(D) memory: the paper's algorithm as printed, a stable one, and their memory.
 
     # one query, exp(q k) summed as it is: overflows for large scores
     y = attend_as_printed(q[-1], k, v)
@@ -26,13 +25,11 @@ from torch.profiler import ProfilerActivity, profile
 from entp.errors import InputError
 
 BLOCK = 16
-"""Queries, and keys, that are taken at a time unless told. 1 is the paper's loop; more saves time
-and is still O(D)."""
+"""Queries, and keys, at a time. 1 is the paper's loop; more saves time and is still O(D)."""
 
 
 def attend_as_printed(q_d: Tensor, k_nd: Tensor, v_nD: Tensor) -> Tensor:
-    """One query over n keys exactly as the paper prints it (Algorithm "Implementation of Attention
-    Using O(D) Memory").
+    """One query over n keys as in the paper's "Implementation of Attention Using O(D) Memory".
 
     exp(q k) is summed as it is: in float64 a score of 710 gives inf / inf, and scores that are all
     below -745 give 0 / 0.
@@ -54,20 +51,14 @@ def attend_streaming(
     causal: bool = False,
     block: int = BLOCK,
 ) -> Tensor:
-    """softmax(scale q k^T) v, (m, D), a block of queries and a block of keys at a time: O(block
-    (block + D)) memory.
+    """softmax(scale q k^T) v, (m, D), in O(block (block + D)) memory.
 
     As printed but relative to the largest score so far: when that grows, both sums shrink by what
-    it grew.
-    causal: query i sees keys 0..i. block: 1 takes one query and one key at a time.
+    it grew. A block of queries and a block of keys are taken at a time.
+    causal: query i sees keys 0..i.
     """
-    if (
-        q_md.ndim != 2
-        or k_nd.ndim != 2
-        or v_nD.ndim != 2
-        or q_md.shape[1] != k_nd.shape[1]
-        or len(k_nd) != len(v_nD)
-    ):
+    matrices = all(x.ndim == 2 for x in (q_md, k_nd, v_nD))
+    if not matrices or q_md.shape[1] != k_nd.shape[1] or len(k_nd) != len(v_nD):
         shapes = ", ".join(str(tuple(x.shape)) for x in (q_md, k_nd, v_nD))
         raise InputError(
             f"attention needs queries (m, d), keys (n, d) and values (n, D), got {shapes}."
@@ -79,9 +70,9 @@ def attend_streaming(
         )
     y_mD = v_nD.new_empty(len(q_md), v_nD.shape[1])
     for start in range(0, len(q_md), block):
-        y_mD[start : start + block] = _some_queries(
-            q_md[start : start + block], k_nd, v_nD, scale, start, causal, block
-        )
+        q_bd = q_md[start : start + block]
+        y_bD = _some_queries(q_bd, k_nd, v_nD, scale, start, causal, block)
+        y_mD[start : start + block] = y_bD
     return y_mD
 
 
@@ -94,11 +85,10 @@ def _some_queries(
     top_b = v_nD.new_full((len(q_bd), 1), float("-inf"))
     seen = min(start + len(q_bd), len(k_nd)) if causal else len(k_nd)
     for first in range(0, seen, block):
-        k_cd, v_cD = k_nd[first : min(first + block, seen)], v_nD[first : min(first + block, seen)]
+        end = min(first + block, seen)
+        k_cd, v_cD = k_nd[first:end], v_nD[first:end]
         scores_bc = (q_bd @ k_cd.T) * scale
-        if (
-            causal and first + len(k_cd) > start + 1
-        ):  # some query of the block does not see all of these keys
+        if causal and end > start + 1:  # some query of the block does not see all of these keys
             future = torch.ones_like(scores_bc, dtype=torch.bool).triu(start - first + 1)
             scores_bc = scores_bc.masked_fill(future, float("-inf"))
         higher_b = torch.maximum(top_b, scores_bc.amax(1, keepdim=True))
@@ -122,9 +112,9 @@ def working_memory(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor] = attend_streaming,
     queries: int | None = None,
 ) -> int:
-    """Most bytes that attention holds at once besides inputs and output: n keys and `queries`
-    queries (or n), float64.
+    """Most bytes that attention of n keys holds at once besides inputs and output, in float64.
 
+    queries: how many; n unless told.
     The peak less the size of the output, which is too little by that size if the output is not
     there yet at the peak.
     """
@@ -137,16 +127,14 @@ def working_memory(
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The most bytes of CPU memory that `work` holds at once of what it allocates itself, its
-    result included.
+    """Most bytes of CPU memory that `work` holds at once of what it allocates, result included.
 
     Taken from every single allocation and release that torch's allocator reports, so what an
     operation allocates inside itself counts too. Work that has never run may allocate things that
     stay: run it once before.
     """
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "6"
-    )  # otherwise the profiler writes lines of its own to stderr
+    # Otherwise the profiler writes lines of its own to stderr.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = work()  # held until the end: it counts
     assert recorded.profiler is not None

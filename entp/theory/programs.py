@@ -21,15 +21,13 @@ from entp.theory.rasp import Rasp, equals, exact, true
 MODULUS = 128
 """Of Match3'."""
 REACH = 64
-"""count3 takes values below REACH * n: all tokens 0..63 of the paper's Count3 experiments, at every
-length."""
+"""count3 takes values below REACH * n: all tokens 0..63 of the paper's Count3, at every length."""
 EOS = -1
-"""The token that ends a prompt and the chain of thought. The paper leaves its value open; see
-`count3_cot`."""
+"""The token that ends a prompt and the chain of thought; the paper leaves its value open."""
 
 
 def g(a: Any, b: Any) -> Any:
-    """The remainder a mod b for 0 <= a < 2 b: the one nonlinear step of Count3 outside attention."""
+    """a mod b for 0 <= a < 2 b: the one nonlinear step of Count3 outside attention."""
     return a if a < b else a - b
 
 
@@ -42,18 +40,16 @@ def count3_printed(r: Rasp, x: np.ndarray) -> np.ndarray:
     z = r.note("z", r.seq_map(x + last_x, n, g))  # (x_i + x_n) mod n
     partners = r.note("partners", r.sel_width(r.select(k=z, q=y, pred=equals)))
     one = r.full(x, 1)
-    count = r.note(
-        "count", r.kqv(k=one, q=one, v=partners * n, pred=equals)
-    )  # attention has means: n times for the sum
+    # Attention has means: n times for the sum.
+    count = r.note("count", r.kqv(k=one, q=one, v=partners * n, pred=equals))
     # count <= n^2, so that some position i holds the remainder count - i n, or n if count = n^2:
-    # then none is selected
+    # then none is selected.
     shifted = r.note("shifted", count - idxs * n)
     return r.kqv(k=shifted, q=n, v=shifted, pred=lambda a, b: 0 <= a < b)
 
 
 def count3(r: Rasp, x: np.ndarray) -> np.ndarray:
-    """Count3 for an encoder, for 0 <= x_i < 64 n: values are first reduced modulo n by g, then it
-    is `count3_printed`.
+    """Count3 for an encoder, for 0 <= x_i < 64 n: reduced modulo n by g, then `count3_printed`.
 
     g(a, 32 n), g(a, 16 n), ..., g(a, n) are six applications, however long the input is: still O(1)
     layers.
@@ -62,7 +58,8 @@ def count3(r: Rasp, x: np.ndarray) -> np.ndarray:
     times = REACH
     while times > 1:
         times //= 2
-        x = r.note(f"x mod {times if times > 1 else ''}n", r.seq_map(x, times * n, g))
+        name = f"x mod {times}n" if times > 1 else "x mod n"
+        x = r.note(name, r.seq_map(x, times * n, g))
     return count3_printed(r, x)
 
 
@@ -85,8 +82,7 @@ def match3(r: Rasp, x: np.ndarray) -> np.ndarray:
 
 
 def count2(r: Rasp, x: np.ndarray) -> np.ndarray:
-    """Count2 for a decoder, for any x_i >= 0: right at every position; the same lines are right for
-    an encoder.
+    """Count2 for a decoder or an encoder, for any x_i >= 0: right at every position.
 
     The modulus is the length of the prefix, so that each query has its own. One select has to test
     x_i = -x_n mod n with n and x_n both from the query, and a query is one number: it holds the two
@@ -96,12 +92,9 @@ def count2(r: Rasp, x: np.ndarray) -> np.ndarray:
     x_i < i at every i, two plain equalities are enough: x_i + x_n is 0 or n.
     """
     idxs = r.note("idxs", r.indices(x))
-    n = r.note(
-        "n", r.sel_width(r.select(k=x, q=x, pred=true))
-    )  # under the causal mask: of the prefix
-    last_x = r.note(
-        "last_x", r.kqv(k=idxs, q=n - 1, v=x, pred=equals)
-    )  # under the causal mask: x itself
+    # Under the causal mask: n is the prefix's length, last_x is x itself.
+    n = r.note("n", r.sel_width(r.select(k=x, q=x, pred=true)))
+    last_x = r.note("last_x", r.kqv(k=idxs, q=n - 1, v=x, pred=equals))
     pair = r.note("pair", n * n + -last_x % n)
     count = r.note("count", r.sel_width(r.select(k=x, q=pair, pred=_completes)))
     return r.seq_map(count, n, g)
@@ -113,24 +106,22 @@ def _completes(key: int, pair: int) -> bool:
 
 
 def count3_cot(r: Rasp, x: np.ndarray) -> np.ndarray:
-    """Count3 by chain of thought for a decoder, for any x_i >= 0: the next token after each
-    position.
+    """The next token after each position of Count3 by chain of thought, for any x_i >= 0.
 
-    index   0 .. n-1   n     n+1 .. 2n        2n+1 .. 3n                    3n+1     3n+2
-    token   x_1..x_n   EOS   -x_i mod n + 1   how many y_j match z_i        answer   EOS
+    index   0 .. n-1   n     n+1 .. 2n        2n+1 .. 3n                 3n+1     3n+2
+    token   x_1..x_n   EOS   -x_i mod n + 1   how many y_j match z_i     answer   EOS
 
     Each token is written one position before the one it is read from. What differs from the print:
-    - The print leaves out the mask at last_x; here every step is causal. Nothing changes: x_n comes before the EOS,
-      and before the EOS the print selects nothing (there n is -2).
-    - EOS is -1; the print gives it no value. It has to be none of 0..n and no value of a prompt, or what is read as
-      the end comes too early: with EOS 0, the prompt 0 gets no answer.
+    - The print leaves out the mask at last_x; here every step is causal. Nothing changes: x_n comes
+      before the EOS, and before the EOS the print selects nothing (there n is -2).
+    - EOS is -1; the print gives it no value. It has to be none of 0..n and no value of a prompt, or
+      what is read as the end comes too early: with EOS 0, the prompt 0 gets no answer.
     The tokens of the chain go up to n: a vocabulary of 0..n-1 and EOS is one too small.
     """
     idxs = r.note("idxs", r.indices(x))
     n = r.kqv(k=x, q=r.full(x, EOS), v=idxs, pred=equals, reduction="min")
-    n = r.note(
-        "n", r.tok_map(n, lambda a: a if a else -2)
-    )  # before the EOS: a number that makes all masks false
+    # Before the EOS: a number that makes all masks false.
+    n = r.note("n", r.tok_map(n, lambda a: a if a else -2))
     last_x = r.note("last_x", r.kqv(k=idxs, q=n - 1, v=x, pred=equals))
     seq_len = r.note("seq_len", r.kqv(k=x, q=x, v=idxs, pred=true, reduction="max"))
     xi = r.note("xi", r.kqv(k=idxs, q=seq_len - n, v=x, pred=equals, reduction="max"))
@@ -142,13 +133,11 @@ def count3_cot(r: Rasp, x: np.ndarray) -> np.ndarray:
     z_write = r.note("z_write", (2 * n <= idxs) & (idxs < 3 * n))
     y_read = r.note("y_read", (n < idxs) & (idxs <= 2 * n))
     z_read = r.note("z_read", (2 * n < idxs) & (idxs <= 3 * n))
-    z_count = r.note(
-        "z_count", r.sel_width(r.select(k=x * y_read, q=z, pred=lambda a, b: a == b and a != 0))
-    )
+    matches = r.select(k=x * y_read, q=z, pred=lambda a, b: a == b and a != 0)
+    z_count = r.note("z_count", r.sel_width(matches))
+    # At index 3n the mean is over n positions: n times it is the sum.
     count = r.kqv(k=z_read, q=z_read, v=n * x * z_read, pred=lambda a, b: a & b)
-    answer = (
-        r.note("count", count) % n
-    )  # at index 3n the mean is over n positions: n times it is the sum
+    answer = r.note("count", count) % n
     return y * y_write + z_count * z_write + answer * (idxs == 3 * n) + EOS * (idxs > 3 * n)
 
 
@@ -195,8 +184,7 @@ class ChainOfThought:
     answer: int
     """Count3 of the prompt."""
     trace: Trace
-    """The last pass, over all tokens but the final EOS: its outputs are the tokens one position on.
-    """
+    """The last pass, over all tokens but the final EOS; an output is the next token."""
 
     @property
     def generated(self) -> tuple[int, ...]:
@@ -301,24 +289,21 @@ def _tokens(name: str, x: Any) -> np.ndarray:
 
 
 def chain_of_thought(x: Any) -> ChainOfThought:
-    """Count3 of any whole numbers from 0 on by a decoder: `count3_cot` token by token, until it
-    gives EOS."""
+    """Count3 of any whole numbers from 0 on, by `count3_cot` token by token until it gives EOS."""
     prompt = _tokens("count3-cot", x)
     _refuse_outside("count3-cot", prompt, None, "from 0 on in a prompt")
     n, tokens = len(prompt), [*prompt, EOS]
-    while (trace := run("count3-cot", tokens)).answer != EOS:
+    trace = run("count3-cot", tokens)
+    while trace.answer != EOS:
         tokens.append(trace.answer)
-    y, z_count, (answer,) = (
-        tokens[n + 1 : 2 * n + 1],
-        tokens[2 * n + 1 : 3 * n + 1],
-        tokens[3 * n + 1 :],
-    )
+        trace = run("count3-cot", tokens)
+    y, z_count = tokens[n + 1 : 2 * n + 1], tokens[2 * n + 1 : 3 * n + 1]
+    (answer,) = tokens[3 * n + 1 :]
     return ChainOfThought(tuple(prompt), tuple(y), tuple(z_count), answer, trace)
 
 
 def trace_table(trace: Trace) -> str:
-    """A plain table with a column for each position: x, each intermediate value by name, and the
-    output."""
+    """A table with a column for each position: x, the intermediate values, and the output."""
     rows = {"x": trace.x, **trace.named, "output": trace.output}
     head = ["index", *(str(i) for i in range(len(trace.x)))]
     return format_table(head, [[name, *(str(v) for v in values)] for name, values in rows.items()])

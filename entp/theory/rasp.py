@@ -1,13 +1,12 @@
-"""RASP, the small language of sequence operations in which the paper writes its programs, in exact
-arithmetic.
+"""RASP, the small language of sequence operations of the paper's programs, in exact arithmetic.
 
 A program is an ordinary function of an evaluation and a sequence:
 
-def how_many_so_far(r: Rasp, x: np.ndarray) -> np.ndarray:
-    return r.sel_width(r.select(k=x, q=x, pred=equals))
+    def how_many_so_far(r: Rasp, x: np.ndarray) -> np.ndarray:
+        return r.sel_width(r.select(k=x, q=x, pred=equals))
 
-how_many_so_far(Rasp("causal"), np.array([7, 7, 5, 7]))   # 1 2 1 3
-how_many_so_far(Rasp("encoder"), np.array([7, 7, 5, 7]))  # 3 3 1 3
+    how_many_so_far(Rasp("causal"), np.array([7, 7, 5, 7]))   # 1 2 1 3
+    how_many_so_far(Rasp("encoder"), np.array([7, 7, 5, 7]))  # 3 3 1 3
 
 Sequences are one-dimensional arrays of Python integers or fractions, so that nothing overflows and
 nothing is rounded; plus, minus, times, comparison and remainder of two sequences are numpy's,
@@ -41,8 +40,7 @@ def true(key: Any, query: Any) -> bool:
 
 
 def exact(values: Any) -> np.ndarray:
-    """Whole numbers or fractions as a sequence of Python's own; a fraction that is whole becomes an
-    integer."""
+    """Whole numbers or fractions as a sequence of Python's own; whole fractions become integers."""
     given = np.asarray(values, dtype=object)
     if given.ndim != 1:
         raise InputError(f"a RASP sequence has one dimension: got {given.ndim}.")
@@ -71,8 +69,7 @@ REDUCTIONS: dict[str, Callable[[list[Any]], Any]] = {"mean": _mean, "max": max, 
 
 
 class Rasp:
-    """One evaluation of RASP programs under one mask, which keeps the intermediate values that
-    programs name.
+    """One evaluation of RASP programs under one mask; it keeps the values that programs name.
 
     The mask belongs to the evaluation and holds for every select in it, as in a Transformer: no
     operation can step out of it. "encoder": every position sees all positions; "causal": a position
@@ -107,8 +104,7 @@ class Rasp:
         return exact([f(a, b) for a, b in zip(exact(x), exact(y), strict=True)])
 
     def select(self, k: np.ndarray, q: np.ndarray, pred: Predicate) -> np.ndarray:
-        """Which keys each position selects: a boolean matrix [query, key], nothing outside the
-        mask."""
+        """Which keys each position selects inside the mask: a boolean matrix [query, key]."""
         keys, queries = exact(k), exact(q)
         if len(keys) != len(queries):
             raise InputError(
@@ -124,8 +120,7 @@ class Rasp:
     def aggr(
         self, selector: np.ndarray, v: np.ndarray, reduction: str = "mean", default: int = 0
     ) -> np.ndarray:
-        """The mean, max or min of the values each position selects; the default where it selects
-        none."""
+        """The mean, max or min of the values each position selects; the default for none."""
         if reduction not in REDUCTIONS:
             raise one_of("reduction", reduction, REDUCTIONS)
         values, reduce = exact(v), REDUCTIONS[reduction]

@@ -1,5 +1,4 @@
-"""Every statement of the paper's theory, how it was checked and what came of it: what `entp theory`
-prints.
+"""Every statement of the paper's theory, how it was checked, and the verdict: `entp theory`.
 
 A check does the work when it is called and returns how it checked and what it found. `expected` is
 what this project's documents say (docs/theory.md); another verdict is a fault, and the command says
@@ -62,29 +61,26 @@ def _one_layer() -> Checked:
         for s in range(12)
     ]
     return Checked(
-        f"random: {len(found)} models, entp, decoder and prefix",
+        f"random: {len(found)} models, entp, decoder and prefix-lm",
         _verdict(all(f.holds for f in found)),
     )
 
 
 def _decoder_beyond_encoders() -> Checked:
     for layers, width in itertools.product((2, 3, 5), (1, 2, 4)):
-        x = [
-            [Fraction(int(v), 7) for v in row]
-            for row in np.random.default_rng(width).integers(-50, 50, (3, width))
+        numbers = np.random.default_rng(width).integers(-50, 50, (3, width))
+        x = [[Fraction(int(v), 7) for v in row] for row in numbers]
+        expected = [
+            [4 * a for a in x[0]],
+            [(7 * a + 9 * b) / 4 for a, b in zip(*x[:2], strict=True)],
+            [(23 * a + 17 * b + 32 * c) / 18 for a, b, c in zip(*x, strict=True)],
         ]
-        one, two, three = constructions.exact_decoder(x, layers)
-        exact = (
-            one == [4 * a for a in x[0]]
-            and two == [(7 * a + 9 * b) / 4 for a, b in zip(*x[:2], strict=True)]
-            and three == [(23 * a + 17 * b + 32 * c) / 18 for a, b, c in zip(*x, strict=True)]
-        )
-        if not exact:
+        if constructions.exact_decoder(x, layers) != expected:
             return Checked("exact", "FAILS")
     found = [constructions.collapses_for_any_encoder(_random(seed), seed) for seed in range(12)]
-    found += [
-        constructions.order_matters(_random(seed, position_embedding="none"), seed) for seed in range(12)
-    ]
+    for seed in range(12):
+        model = _random(seed, position_embedding="none")
+        found.append(constructions.order_matters(model, seed))
     return Checked(
         "exact: fractions, L 2 to 5, D 1 to 4; random: 24 encoders",
         _verdict(all(f.holds for f in found)),
@@ -118,44 +114,39 @@ def _tradeoff() -> dict[str, Any]:
 def _conjecture() -> Checked:
     result = _tradeoff()
     n = max(result["lengths"])
-    rows = [
-        row
-        for row in result["rows"]
-        if row["n"] == n and row["algorithm"] == "blocked" and row["s"] == tradeoff.root(n)
-    ]
-    neither = (
-        rows[0]["time"] < n * n / 16
-        and rows[0]["space"] < n / 16
-        and all(row["correct"] for row in result["rows"])
-    )
-    how = f"run: {rows[0]['time'] / n**2:.3f} n² steps and {rows[0]['space'] / n:.3f} n counters at n = {n}"
-    return Checked(how, "refuted" if neither else "not refuted")
+    blocked = [row for row in result["rows"] if row["n"] == n and row["algorithm"] == "blocked"]
+    row = next(row for row in blocked if row["s"] == tradeoff.root(n))
+    neither = row["time"] < n * n / 16 and row["space"] < n / 16
+    correct = all(row["correct"] for row in result["rows"])
+    steps, counters = f"{row['time'] / n**2:.3f} n² steps", f"{row['space'] / n:.3f} n counters"
+    verdict = "refuted" if neither and correct else "not refuted"
+    return Checked(f"run: {steps} and {counters} at n = {n}", verdict)
 
 
 def _lemma_decoder() -> Checked:
     result = _tradeoff()
     n = max(result["lengths"])
     row = next(r for r in result["rows"] if r["n"] == n and r["algorithm"] == "running table")
-    free = row["correct"] and row["space"] == 0 and row["time"] < 2 * n
+    no_counter = row["correct"] and row["space"] == 0 and row["time"] < 2 * n
     how = f"run: {row['time']} steps and no counter of its own at n = {n}"
-    return Checked(how, "open: its premise is refuted" if free else "not touched")
+    return Checked(how, "open: its premise is refuted" if no_counter else "not touched")
 
 
 def _compiled() -> Checked:
     model = count3(64)
     right = all(np.array_equal(answers(model, x), count3_next(x)) for x in _batches(5, 300, 64))
-    how = (
-        f"weights: {model.config.layers} layers, width {model.config.width}; {_exhaustive(5, 300)}"
-    )
-    return Checked(how, _verdict(right))
+    size = f"{model.config.layers} layers, width {model.config.width}"
+    return Checked(f"weights: {size}; {_exhaustive(5, 300)}", _verdict(right))
 
 
 def _compiled_causal() -> Checked:
     x = np.random.default_rng(0).integers(0, 16, (300, 16))
     model, want = count3(64), count3_next(x)
-    shares = [float(np.mean(answers(model, x, mode) == want)) for mode in ("entp", "decoder")]
-    how = f"random 300: {100 * shares[0]:.0f} % right as an encoder, {100 * shares[1]:.0f} % under a causal mask"
-    return Checked(how, _verdict(shares[0] == 1 and shares[1] < 0.3))
+    encoder, decoder = (
+        float(np.mean(answers(model, x, mode) == want)) for mode in ("entp", "decoder")
+    )
+    right = f"{100 * encoder:.0f} % right as an encoder, {100 * decoder:.0f} % under a causal mask"
+    return Checked(f"random 300: {right}", _verdict(encoder == 1 and decoder < 0.3))
 
 
 def _compiled_generates() -> Checked:
@@ -181,13 +172,9 @@ def _rasp_count3_domain() -> Checked:
     from entp.theory.programs import count3_printed as program
 
     x = np.random.default_rng(0).integers(0, 64, (50, 16))
-    wrong = sum(
-        program(Rasp("encoder"), row.astype(object))[-1] != want
-        for row, want in zip(x, count3_next(x), strict=True)
-    )
-    right = all(
-        run("count3", row).answer == want for row, want in zip(x, count3_next(x), strict=True)
-    )
+    cases = list(zip(x, count3_next(x), strict=True))
+    wrong = sum(program(Rasp("encoder"), row.astype(object))[-1] != want for row, want in cases)
+    right = all(run("count3", row).answer == want for row, want in cases)
     how = f"random 50: {wrong} wrong as printed, none if x is reduced mod n first"
     return Checked(how, "fails as printed" if wrong and right else "FAILS")
 
@@ -214,9 +201,11 @@ def _relu_form_of_g() -> Checked:
 
     half = Fraction(1, 2)
     pairs = [(a, b) for b in range(1, 33) for a in range(2 * b)]
-    right = all(
-        relu(a - 4 * b * relu(a - b + half)) + relu(Fraction(a - b)) == g(a, b) for a, b in pairs
-    )
+
+    def form(a: int, b: int) -> Fraction:
+        return relu(a - 4 * b * relu(a - b + half)) + relu(Fraction(a - b))
+
+    right = all(form(a, b) == g(a, b) for a, b in pairs)
     return Checked(f"exact: all {len(pairs)} pairs with b <= 32", _verdict(right))
 
 
@@ -228,22 +217,19 @@ def _linear_memory() -> Checked:
     difference = 0.0
     for size in (1, 40):  # the second makes scores of thousands
         want = torch.nn.functional.scaled_dot_product_attention(size * q, size * k, v, scale=1.0)
-        difference = max(
-            difference,
-            float((linear_memory.attend_streaming(size * q, size * k, v) - want).abs().max()),
-        )
+        got = linear_memory.attend_streaming(size * q, size * k, v)
+        difference = max(difference, float((got - want).abs().max()))
     short, long = (linear_memory.working_memory(n, 16) for n in (32, 256))
-    how = f"random, scores up to thousands: {difference:.0e} from SDPA; {long} bytes at n = 256, {short} at 32"
+    memory = f"{long} bytes at n = 256, {short} at 32"
+    how = f"random, scores up to thousands: {difference:.0e} from SDPA; {memory}"
     return Checked(how, _verdict(difference < 1e-12 and short == long))
 
 
 def _linear_memory_printed() -> Checked:
     q, k, v = (torch.full((2, 1), c, dtype=torch.float64) for c in (40.0, 40.0, 1.0))
     printed = linear_memory.attend_as_printed(q[-1], k, v)
-    return Checked(
-        "exp of a score of 1600",
-        "overflows" if not bool(printed.isfinite().all()) else "does not overflow",
-    )
+    finite = bool(printed.isfinite().all())
+    return Checked("exp of a score of 1600", "does not overflow" if finite else "overflows")
 
 
 def _complexity() -> Checked:
@@ -324,11 +310,9 @@ def report(found: list[dict[str, Any]]) -> str:
     head = ["label", "statement", "checked", "verdict"]
     table = format_table(head, [[row[name] for name in head] for row in found], left=True)
     odd = [row["label"] for row in found if not row["as_expected"]]
-    end = (
-        f"NOT as docs/theory.md says: {', '.join(odd)}"
-        if odd
-        else f"all {len(found)} as docs/theory.md says"
-    )
+    end = f"all {len(found)} as docs/theory.md says"
+    if odd:
+        end = f"NOT as docs/theory.md says: {', '.join(odd)}"
     return f"{table}\n\n{end}"
 
 
@@ -339,9 +323,8 @@ def _random(seed: int, **config: Any) -> Any:
 
 
 def _vectors(seed: int) -> torch.Tensor:
-    return torch.randn(
-        2, 7, (4, 8)[seed % 2], dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-    )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 7, (4, 8)[seed % 2], dtype=torch.float64, generator=generator)
 
 
 def _short_sequences(longest: int) -> Iterator[np.ndarray]:

@@ -4,8 +4,9 @@
       config.json                     the whole run
       environment.json                versions, device, commit, date
       metrics.jsonl                   one line per measurement
-      checkpoints/step-00000200/      the last two: model.safetensors, config.json, trainer.pt, checksums.json
-      checkpoints/best-00000150/      the best validation: model.safetensors, config.json, checksums.json
+      checkpoints/step-00000200/      the last two: model.safetensors, config.json, trainer.pt
+      checkpoints/best-00000150/      the best validation: model.safetensors, config.json
+                                      (both with checksums.json)
 
 A checkpoint is written into a hidden folder, flushed to disk and renamed: it is there whole or not
 at all.
@@ -107,7 +108,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def newest(out: Path, kind: Literal["step", "best"] = "step") -> Path | None:
-    """The newest undamaged checkpoint of a run, or None; damaged ones are named on standard error."""
+    """The newest undamaged checkpoint of a run, or None; damaged ones are named on stderr."""
     for folder in _checkpoints(out, kind):
         try:
             verify(folder)
@@ -161,7 +162,7 @@ def load_run(path: str | Path, checkpoint: Literal["best", "last"] = "best") -> 
 
 
 def find(path: Path, checkpoint: Literal["best", "last"] = "best") -> Path:
-    """The folder with the weights: `path` itself, or a run's best (else last) undamaged checkpoint."""
+    """The folder with the weights: `path` itself, or a run's best (else last) whole checkpoint."""
     if not path.is_dir() and str(path) in pretrained.names():
         path = pretrained.HERE / path
     if not path.is_dir():

@@ -80,7 +80,8 @@ def split_batches(
 
 TEST_SEED = 2**31
 """Seeds of the test stream for what is claimed begin here; nothing else uses them. Up to the move,
-what was claimed and what settings were compared by came from the seeds that count back from 2^32."""
+what was claimed and what settings were compared by came from the seeds that count back from
+2^32."""
 
 
 def untouched_batches(task: Task, sequences: int, batch_size: int, seed: int) -> Iterator[Batch]:
@@ -146,6 +147,11 @@ def _generated(
     more: dict[str, Any] = {}
     if batch.position_ids is not None:
         more["position_ids"] = position_function(task)
+        if more["position_ids"] is None:
+            raise InputError(
+                f"{task.name} has position ids and does not say which generated tokens have: give "
+                "it a method position_ids."
+            )
     with how.autocast(torch.device(device)):
         out = generate(model, prompts, new, how.mode, **more)
     answers = np.full(batch.y.shape, IGNORE, dtype=np.int64)

@@ -75,11 +75,8 @@ def _training(source: Path, weights: Path) -> dict[str, Any]:
             file=sys.stderr,
         )
         return {}
-    seconds = [
-        row["seconds"]
-        for row in read_metrics(source)
-        if row["kind"] == "train" and row["step"] <= step
-    ]
+    rows = [row for row in read_metrics(source) if row["step"] <= step]
+    seconds = [row["seconds"] for row in rows if "seconds" in row]
     return {
         "step": step,
         "seconds": seconds[-1] if seconds else None,

@@ -16,7 +16,8 @@ from entp.engine.triton.cublaslt import batched_product
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of Muon's quintic iteration, as in torch.optim.Muon."""
 REMEMBERED = 0.99
-"""How much of the products of gradients' rows is kept at each step, where they are preconditioned."""
+"""How much of the products of gradients' rows is kept at each step, where they are preconditioned.
+"""
 DAMPING = 3e-3
 """What is added to these products' eigenvalues, of their mean: noise is not blown up."""
 SMALLEST = 1e-5
@@ -31,7 +32,8 @@ class Muon(torch.optim.Muon):
 
     torch's own step works in bfloat16 everywhere; a CPU without bfloat16 instructions takes tens of
     seconds for that. A group's "parts" says for each parameter how many matrices are stacked in it,
-    each of which is orthogonalised for itself; "precondition", which of them are preconditioned on their long
+    each of which is orthogonalised for itself; "precondition", which of them are preconditioned on
+    their long
     side: `precondition` is to be called now and then.
     """
 
@@ -68,7 +70,7 @@ class Muon(torch.optim.Muon):
         return loss
 
     def _directions(self, matrices: list[nn.Parameter], group: dict) -> list[Tensor]:
-        """The gradients' running means, one gradient ahead of themselves with Nesterov's momentum."""
+        """The gradients' running means, with Nesterov's momentum one gradient ahead."""
         if not matrices:
             return []
         for p in matrices:
@@ -84,8 +86,8 @@ class Muon(torch.optim.Muon):
         )
 
     def _gather(self, p: Tensor) -> Tensor:
-        """Add this gradient to the products of its rows (its long side), and give their preconditioner as
-        it is now."""
+        """Add this gradient to the products of its rows (its long side), and give their
+        preconditioner as it is now."""
         assert p.grad is not None
         state, gradient = self.state[p], p.grad if p.shape[0] > p.shape[1] else p.grad.mT
         if "products" not in state:
@@ -97,7 +99,8 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def precondition(self) -> None:
-        """Make the preconditioners anew from the products seen; in place, as a captured step reads them."""
+        """Make the preconditioners anew from the products seen; in place, as a captured step reads
+        them."""
         same_shape: dict[torch.Size, list[dict[str, Tensor]]] = defaultdict(list)
         for state in self.state.values():
             if "products" in state:
@@ -109,8 +112,8 @@ class Muon(torch.optim.Muon):
 
 
 class Move(NamedTuple):
-    """A matrix, the direction it is moved against, what preconditions its long side, if anything does;
-    lying is wider than tall."""
+    """A matrix, the direction it is moved against, what preconditions its long side, if anything
+    does; lying is wider than tall."""
 
     matrix: Tensor
     direction: Tensor
@@ -121,8 +124,8 @@ class Move(NamedTuple):
 def _move(moves: list[Move], group: dict) -> None:
     """Move matrices of one shape, lying or standing, each against its direction made orthogonal.
 
-    Preconditioned, it is made orthogonal in coordinates in which the gradients' rows have more equal
-    sizes, and taken back.
+    Preconditioned, it is made orthogonal in coordinates in which the gradients' rows have more
+    equal sizes, and taken back.
     """
     moves = sorted(moves, key=lambda move: move.lying)
     rate = (
@@ -178,10 +181,9 @@ def inverse_fourth_root(a: Tensor) -> Tensor:
     """(A + d I)^(-1/4) of symmetric A (n, k, k) without negative eigenvalues, scaled to mean
     diagonal 1.
 
-    d is DAMPING times A's mean eigenvalue. Newton's iteration, with longer steps at first: m = x^4
-    a has eigenvalues between
-    `low` and 1, and goes to 1 with x := x t, t = scale (1 - slope m). An eigenvalue below SMALLEST of A's norm
-    counts as larger than it is.
+    d is DAMPING times A's mean eigenvalue. Newton's iteration, with longer steps at first:
+    m = x^4 a has eigenvalues between `low` and 1, and goes to 1 with x := x t,
+    t = scale (1 - slope m). An eigenvalue below SMALLEST of A's norm counts as larger than it is.
     """
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     a = a + DAMPING * a.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * eye

@@ -94,7 +94,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -
 
 def _upgraded(state: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
     """The optimizer's tensors under today's names."""
-    names = {"whitener": "preconditioner"}
+    names = {"whitener": "preconditioner"}  # before 2026-11-18
     return {
         key: {names.get(name, name): value for name, value in tensors.items()}
         for key, tensors in state.items()

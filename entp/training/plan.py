@@ -37,9 +37,10 @@ class Plan:
         return learning_rate(optim, step, seconds / (self.run.train.max_seconds or math.inf), first)
 
     def segments(self, start: int, end: int) -> Iterator[range]:
-        """The steps from start to end, cut where the batch size or the mode may change."""
+        """The steps from start to end, cut where the batch size or the mode may change; none if the
+        end is not after the start."""
         changes = {change for technique in self.techniques for change in technique.changes}
-        cuts = sorted({start, end, *(c for c in changes if start < c < end)})
+        cuts = [start, *sorted(c for c in changes if start < c < end), end]
         for steps in map(range, cuts, cuts[1:]):
             if steps:
                 yield steps

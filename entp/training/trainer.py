@@ -202,8 +202,10 @@ def _device_failed(error: RuntimeError, out: Path, step: int) -> str:
     what = str(error).strip().splitlines()[0]
     last = checkpoint.newest(out)
     if last is None:
-        return f"the GPU failed at about step {step} ({what}); no checkpoint had been written. Train again with another --out."
-    return f"the GPU failed at about step {step} ({what}); continue from {last.name} with --resume --out {out}."
+        left = "no checkpoint had been written. Train again with another --out."
+    else:
+        left = f"continue from {last.name} with --resume --out {out}."
+    return f"the GPU failed at about step {step} ({what}); {left}"
 
 
 class Loop:
@@ -234,12 +236,12 @@ class Loop:
         self.monitor = next(m for m in run.task.metrics if m.name == run.monitor)
         self.valid: list[Batch] = []
         self.best: dict[str, Tensor] | None = None
-        self.mark = time.perf_counter()
+        self.mark, self.timed = time.perf_counter(), state.step
 
     def fit(self) -> Result:
         """Train to the end, or until the target, the time limit or a signal."""
         run, state = self.run, self.state
-        late = self.late()
+        late = self.is_over(state.seconds)  # the same in every process
         if not late and state.step < run.steps:
             self.step.warm_up(run.task, run.seed, run.steps)  # no part of the training's time
         self.mark = time.perf_counter()
@@ -297,16 +299,20 @@ class Loop:
             self.log(loss, self.norm)
 
     def tick(self) -> None:
-        """Add the time since the last call to the run's seconds."""
-        now = time.perf_counter()
-        self.state.seconds, self.mark = self.state.seconds + now - self.mark, now
+        """Bring the run's seconds up to this step; what comes after it counts with the next."""
+        state = self.state
+        if self.timed < state.step:
+            now = time.perf_counter()
+            state.seconds, self.mark = state.seconds + now - self.mark, now
+            self.timed = state.step
 
     def late(self) -> bool:
-        """Whether the run has had its time."""
+        """Whether the run has had its time by now."""
+        return self.is_over(self.state.seconds + time.perf_counter() - self.mark)
+
+    def is_over(self, seconds: float) -> bool:
         limit = self.run.train.max_seconds
-        if limit is None:
-            return False
-        return self.state.seconds + time.perf_counter() - self.mark >= limit
+        return limit is not None and seconds >= limit
 
     def log(self, loss: float, norm: Tensor) -> None:
         """One line of training metrics."""
@@ -320,24 +326,29 @@ class Loop:
     def measure(self) -> None:
         """Evaluate, and keep the best weights for the next save."""
         self.meter.check()
+        self.tick()
         run, state = self.run, self.state
         count = run.train.eval_batches
         self.valid = self.valid or list(
             split_batches(run.task, "valid", count, run.batch_size, run.seed)
         )
-        seconds = state.seconds + time.perf_counter() - self.mark
         totals = evaluate(
             state.measured, run.task, self.valid, self.how, device=self.device, world=self.world
         )
         self.values, self.measured_at = totals.values(), state.step
         check_finite(self.values, state.step)
+        if run.monitor not in self.values:
+            raise InputError(
+                f"train.monitor {run.monitor} was not measured on validation data: measured were "
+                f"{', '.join(totals.all)}."
+            )
         if is_better(run.task, self.monitor, self.values, state.best):
             state.best = {**self.values, "step": state.step}
             weights = state.measured.state_dict()
             self.best = {name: t.detach().clone() for name, t in weights.items()}
         self.progress.line(state.step, self.values)
         if self.metrics:
-            row = {**self.values, "seconds": round(seconds, 3)}
+            row = {**self.values, "seconds": round(state.seconds, 3)}
             self.metrics.write("eval", state.step, row)
 
     def reached(self) -> bool:
@@ -348,6 +359,7 @@ class Loop:
         """A checkpoint to continue from, and one of the best weights since the last, unless the
         weights have gone bad."""
         self.meter.check()
+        self.tick()
         self.save_best()
         if self.world.first:
             weights, state = self.state.model.state_dict(), self.state
@@ -400,11 +412,12 @@ def is_better(
     task: Task, monitor: Metric, values: dict[str, float], best: dict[str, float]
 ) -> bool:
     """Whether an evaluation beats the best; ties of the monitored metric go to the task's last."""
+    if monitor.name not in best:
+        return True
     for metric in (monitor, task.metrics[-1]):
-        if metric.name not in best:
-            return True
-        if values[metric.name] != best[metric.name]:
-            return metric.is_better(values[metric.name], best[metric.name])
+        new, old = (found.get(metric.name) for found in (values, best))
+        if new is not None and old is not None and new != old:
+            return metric.is_better(new, old)
     return False
 
 

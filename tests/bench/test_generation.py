@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from entp.bench import generate
+from entp.bench.options import BenchGenerateOptions
 from entp.bench.shapes import RandomTokens
-from entp.cli.options import BenchGenerateOptions
 from entp.config import model_for
 from entp.errors import InputError
 
@@ -17,13 +17,13 @@ from entp.errors import InputError
 @pytest.fixture(scope="module")
 def section() -> dict[str, Any]:
     options = BenchGenerateOptions(
-        "small", batch=2, prompt=3, total=9, vocab=11, repeats=2, device="cpu"
+        "small", batch_size=2, prompt_length=3, length=9, vocab=11, repeats=2, device="cpu"
     )
     return generate.bench(options)
 
 
 @pytest.mark.slow
-def test_all_four_generate_and_ratios_are_of_tokens_per_second(section: dict[str, Any]) -> None:
+def test_ratios_are_of_tokens_per_second(section: dict[str, Any]) -> None:
     rows = {row["name"]: row for row in section["runs"]}
     assert list(rows) == ["entp uncached", "entp", "decoder uncached", "decoder"]
     for row in rows.values():
@@ -41,7 +41,7 @@ def test_all_four_generate_and_ratios_are_of_tokens_per_second(section: dict[str
 
 
 @pytest.mark.slow
-def test_the_report_names_everything(section: dict[str, Any]) -> None:
+def test_report_names_everything(section: dict[str, Any]) -> None:
     text = generate.report(section)
     assert "generation, small, 2 sequences from 3 to 9 tokens" in text
     assert all(
@@ -57,7 +57,7 @@ def test_the_report_names_everything(section: dict[str, Any]) -> None:
     target = {
         "shape": "generate",
         "measure": "tokens/s",
-        "contender": "entp",
+        "variant": "entp",
         "wanted": 3,
         "aim": 6,
         "reached": 4.0,
@@ -65,7 +65,7 @@ def test_the_report_names_everything(section: dict[str, Any]) -> None:
     assert "4.00x  wanted" in generate.report({**section, "targets": [{**target, "met": "wanted"}]})
 
 
-def test_a_contender_continues_prompts_to_the_end() -> None:
+def test_variant_continues_prompts_to_the_end() -> None:
     config = model_for(RandomTokens(8, 11), "small", layers=2, heads=2, width=16)
     cpu = torch.device("cpu")
     cached, uncached = (
@@ -78,14 +78,14 @@ def test_a_contender_continues_prompts_to_the_end() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt": 16, "total": 16}, "--total is 16: it must be above --prompt 16"),
-        ({"batch": 0}, "--batch is 0: it must be at least 1"),
+        ({"length": 16}, "--length is 16: it must be above --prompt-length 16"),
+        ({"batch_size": 0}, "--batch-size is 0: it must be at least 1"),
         ({"vocab": 0}, "--vocab is 0"),
-        ({"prompt": 0}, "--prompt is 0: it must be at least 1"),
+        ({"prompt_length": 0}, "--prompt-length is 0: it must be at least 1"),
         ({"repeats": 0}, "--repeats is 0: it must be at least 1"),
         ({"warmup": -1}, "--warmup is -1: it must be at least 0"),
     ],
 )
-def test_bad_options_are_sentences(options: dict[str, Any], message: str) -> None:
+def test_bad_options_of_generation_are_input_errors(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         BenchGenerateOptions(**options)

@@ -28,7 +28,7 @@ def test_flops_are_counted_attention_included() -> None:
     )  # two products forward; backward makes the scores again, and four gradients
 
 
-def test_contenders_take_turns_and_steps_in_a_row_are_averaged() -> None:
+def test_variants_take_turns_and_steps_in_a_row_are_averaged() -> None:
     order: list[str] = []
     steps = {
         "slow": lambda: (order.append("slow"), time.sleep(0.02)),
@@ -67,5 +67,5 @@ def test_a_row_shows_median_and_range_in_milliseconds() -> None:
 
 
 @pytest.mark.parametrize(("device", "steps"), [("cpu", 1), ("cuda", 5)])
-def test_warm_up_is_longer_where_a_graph_may_be_recorded(device: str, steps: int) -> None:
+def test_warm_up_is_longer_where_a_graph_may_be_captured(device: str, steps: int) -> None:
     assert default_warmup(torch.device(device)) == steps

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from entp.bench import scaling
+from entp.bench.options import BenchScalingOptions
 from entp.bench.shapes import RandomTokens
-from entp.cli.options import BenchScalingOptions
 from entp.config import ModelConfig, Run, model_for
 from entp.engine.flops import token_flops
 from entp.errors import InputError
@@ -31,7 +31,7 @@ def test_a_run_has_every_number(section: dict[str, Any]) -> None:
             assert len(mode["step_seconds"]) == len(mode["token_seconds"]) == 1
             assert min(mode["step"], mode["token"]) > 0
             assert mode["memory"] > 2**20
-            assert mode["parts"] == 1
+            assert mode["chunks"] == 1
     fits = {(fit["what"], fit["mode"]): fit for fit in section["fits"]}
     assert set(fits) == {(what, mode) for mode, what in scaling.ASYMPTOTIC}
     assert all(fit["from_n"] == 16 for fit in fits.values())
@@ -59,7 +59,7 @@ def test_the_tables_show_what_was_measured() -> None:
         "step_seconds": [0.002, 0.001, 0.004],
         "step": 0.002,
         "step_flops": 3e9,
-        "parts": 2,
+        "chunks": 2,
         "memory": 3 * 2**20,
     }
     points = [
@@ -82,7 +82,7 @@ def test_the_tables_show_what_was_measured() -> None:
     text = scaling.report(
         {
             "environment": where,
-            "config": {"size": "small", "batch": 4},
+            "config": {"size": "small", "batch_size": 4},
             "points": points,
             "fits": fits,
         }
@@ -113,7 +113,7 @@ def test_a_step_that_adds_no_memory_has_a_growth_all_the_same() -> None:
 def test_operations_are_of_the_whole_batch_and_of_one_sequences_token() -> None:
     task = RandomTokens(16, 64)
     for mode in ("entp", "decoder"):
-        runs = [Run(task, model_for(task, "small"), mode, batch=batch) for batch in (1, 3)]  # type: ignore[arg-type]
+        runs = [Run(task, model_for(task, "small"), mode, batch_size=size) for size in (1, 3)]
         one, three = (scaling._counts(run, 16, torch.device("cpu")) for run in runs)
         assert (three["step_flops"], three["token_flops"]) == (
             3 * one["step_flops"],
@@ -132,11 +132,11 @@ def test_counts_tend_to_the_papers_powers() -> None:
         )
 
 
-def test_a_step_beyond_the_budget_counts_its_parts() -> None:
+def test_step_beyond_the_budget_counts_its_chunks() -> None:
     task = RandomTokens(256, 64)
-    for mode, parts in (("entp", 2), ("decoder", 1)):
-        run = Run(task, model_for(task, "small"), mode, batch=1)  # type: ignore[arg-type]
-        assert scaling._counts(run, 256, torch.device("cpu"))["parts"] == parts
+    for mode, chunks in (("entp", 2), ("decoder", 1)):
+        run = Run(task, model_for(task, "small"), mode, batch_size=1)
+        assert scaling._counts(run, 256, torch.device("cpu"))["chunks"] == chunks
 
 
 @pytest.mark.parametrize("mode", ["entp", "decoder"])
@@ -163,7 +163,7 @@ def test_bad_lengths_are_sentences(lengths: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "least"), [("batch", 0, 1), ("repeats", 0, 1), ("warmup", -1, 0)]
+    ("name", "value", "least"), [("batch_size", 0, 1), ("repeats", 0, 1), ("warmup", -1, 0)]
 )
 def test_other_options_that_are_too_small_are_sentences(name: str, value: int, least: int) -> None:
     with pytest.raises(InputError, match=f"--{name} is {value}: it must be at least {least}"):

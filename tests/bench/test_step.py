@@ -1,4 +1,4 @@
-"""`entp bench step`: the shapes, the contenders, a real run, its tables and its targets."""
+"""`entp bench step`: the shapes, the variants, a real run, its tables and its targets."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import torch
 
 from entp.bench import step
 from entp.bench.measure import count_flops
+from entp.bench.options import BenchStepOptions
 from entp.bench.profile import expensive_kernels, kernel_table
-from entp.bench.shapes import CONTENDERS, PAPER, TARGETS, RandomTokens, Shape, named_shapes, reached
-from entp.cli.options import BenchStepOptions
+from entp.bench.shapes import PAPER, TARGETS, VARIANTS, RandomTokens, Shape, named_shapes, reached
 from entp.engine.layout import pack
 from entp.errors import InputError
-from entp.tasks.base import IGNORE
 from entp.tasks.counting import Match3
 
 CPU = torch.device("cpu")
@@ -25,7 +24,8 @@ def section() -> dict[str, Any]:
     """A real run of a small shape, operators named."""
     saved: list[dict[str, Any]] = []
     section = step.bench(
-        BenchStepOptions(length=12, batch=2, repeats=3, profile=True, device="cpu"), saved.append
+        BenchStepOptions(length=12, batch_size=2, repeats=3, profile=True, device="cpu"),
+        saved.append,
     )
     assert saved == [section]  # after its only shape
     return section
@@ -44,8 +44,8 @@ def test_the_named_shapes(
     name: str, size: str, batch: int, shortest: int, longest: int, outputs: int
 ) -> None:
     shape = PAPER[name]
-    assert (shape.size, shape.batch) == (size, batch)
-    packing = pack(torch.from_numpy(shape.task.batch(0, "train", 0, batch).y != IGNORE))
+    assert (shape.size, shape.batch_size) == (size, batch)
+    packing = pack(torch.from_numpy(shape.task.batch(0, "train", 0, batch).target_mask))
     assert [packing.groups[0][0], packing.groups[-1][0]] == [shortest, longest]
     assert len(packing.groups) == longest - shortest + 1
     assert {count for _, count in packing.groups} == {batch}
@@ -83,16 +83,16 @@ def test_shapes_by_name() -> None:
     ("options", "message"),
     [
         ({"length": 0}, "--length is 0: it must be at least 1"),
-        ({"batch": 0}, "--batch is 0: it must be at least 1"),
+        ({"batch_size": 0}, "--batch-size is 0: it must be at least 1"),
         ({"repeats": 0}, "--repeats is 0: it must be at least 1"),
         ({"warmup": -1}, "--warmup is -1: it must be at least 0"),
         (
-            {"contenders": "packed,walk"},
-            "unknown contender 'walk': allowed are reference, packed, triton, decoder",
+            {"variants": "packed,walk"},
+            "unknown variant 'walk': allowed are reference, packed, triton, decoder",
         ),
         (
-            {"shapes": "small", "size": "medium", "batch": 3},
-            "decides what --size and --batch would: leave out",
+            {"shapes": "small", "size": "medium", "batch_size": 3},
+            "decides what --size and --batch-size would: leave out",
         ),
     ],
 )
@@ -101,17 +101,17 @@ def test_bad_options_are_sentences(options: dict[str, Any], message: str) -> Non
         BenchStepOptions(**options)
 
 
-def test_a_contender_that_cannot_run_here_is_an_error_when_asked_for(
+def test_a_variant_that_cannot_run_here_is_an_error_when_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(InputError, match="'triton' cannot run here"):
-        step.bench(BenchStepOptions(contenders="triton", device="cpu"))
+        step.bench(BenchStepOptions(variants="triton", device="cpu"))
 
 
-def test_every_contender_trains() -> None:
+def test_every_variant_trains() -> None:
     """A step changes the loss: it is a whole training step, and the same work by each ENTP
-    contender."""
+    variant."""
     shape = Shape("tiny", Match3(length=6), "small", 2)
     losses = {}
     for name in ("reference", "packed", "decoder"):
@@ -127,7 +127,7 @@ def test_packed_does_less_work_than_the_reference() -> None:
     shape = Shape("tiny", Match3(length=24), "small", 2)
     flops = {
         name: count_flops(step.make_step(shape.run(name), CPU))
-        for name in CONTENDERS
+        for name in VARIANTS
         if name != "triton"
     }
     assert 0.55 < flops["packed"] / flops["reference"] < 0.65
@@ -194,7 +194,7 @@ def test_a_profile_counts_per_step() -> None:
 
 def test_without_the_loop_there_is_no_ratio() -> None:
     section = step.bench(
-        BenchStepOptions(length=6, batch=1, repeats=1, contenders="decoder", device="cpu")
+        BenchStepOptions(length=6, batch_size=1, repeats=1, variants="decoder", device="cpu")
     )
     (row,) = section["shapes"][0]["steps"]
     assert (row["ratio"], row["memory_ratio"]) == (None, None)
@@ -210,7 +210,7 @@ def test_a_step_that_adds_no_memory_has_a_ratio() -> None:
 
 
 def test_the_report_of_a_named_shape_with_kernels() -> None:
-    """The floor stands beside the kernels' own time; a note stands at the end."""
+    """The roofline stands beside the kernels' own time; a note stands at the end."""
     measured = {
         "seconds": [0.3],
         "median": 0.3,
@@ -223,7 +223,7 @@ def test_the_report_of_a_named_shape_with_kernels() -> None:
         {**measured, "name": name, "median": median}
         for name, median in (("entp packed", 0.3), ("entp triton", 0.06))
     ]
-    floor = {
+    roofline = {
         "flops": 1e12,
         "tflops_per_s": 50.0,
         "product_seconds": 0.02,
@@ -231,7 +231,7 @@ def test_the_report_of_a_named_shape_with_kernels() -> None:
         "tbytes_per_s": 0.1,
     }
     shape = {**step._describe(PAPER["count3"], torch.ones(2, 64, dtype=torch.bool)), "steps": rows}
-    shape["floor"] = {**floor, "pass_seconds": 0.01, "seconds": 0.03}
+    shape["roofline"] = {**roofline, "pass_seconds": 0.01, "seconds": 0.03}
     where = {"device": "somewhere", "threads": 1, "torch": "2"}
     text = step.report(
         {"environment": where, "shapes": [shape], "targets": [], "note": "a quiet machine"}
@@ -247,7 +247,7 @@ def test_the_report_of_a_named_shape_with_kernels() -> None:
 
 def test_plain_bench_step_is_the_readmes_shape() -> None:
     shape = step._shape(BenchStepOptions())
-    assert (shape.size, shape.batch, shape.task) == ("small", 8, Match3(length=64))
+    assert (shape.size, shape.batch_size, shape.task) == ("small", 8, Match3(length=64))
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_targets_are_of_named_shapes_and_rows_of_the_table() -> None:
 @pytest.mark.slow
 def test_on_a_gpu_the_targets_stand_under_the_tables(section: dict[str, Any]) -> None:
     """A measured shape renamed, its ratios set: targets are looked up by shape, measure and
-    contender."""
+    variant."""
     rows = [{**row, "ratio": 33.0, "memory_ratio": 6.0} for row in section["shapes"][0]["steps"]]
     shape = {
         **section["shapes"][0],
@@ -288,7 +288,7 @@ def test_on_a_gpu_the_targets_stand_under_the_tables(section: dict[str, Any]) ->
 @pytest.mark.gpu
 def test_kernels_take_part_and_are_named_on_cuda() -> None:
     options = BenchStepOptions(
-        shapes="small", repeats=2, contenders="packed,triton,decoder", profile=True, device="cuda"
+        shapes="small", repeats=2, variants="packed,triton,decoder", profile=True, device="cuda"
     )
     found = step.bench(options)
     (shape,) = found["shapes"]
@@ -311,7 +311,7 @@ def test_packed_is_faster_than_the_loop_on_a_cpu() -> None:
     """
     ratios: list[float] = []
     while len(ratios) < 3 and max(ratios, default=0) < 1.3:
-        found = step.bench(BenchStepOptions(repeats=1, contenders="reference,packed", device="cpu"))
+        found = step.bench(BenchStepOptions(repeats=1, variants="reference,packed", device="cpu"))
         loop, packed = found["shapes"][0]["steps"]
         ratios.append(loop["median"] / packed["median"])
     assert max(ratios) > 1.3

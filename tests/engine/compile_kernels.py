@@ -1,5 +1,4 @@
-"""Compiles kernels for an H200 (sm_90) on any machine and prints the shared memory of each; run by
-test_compile.py.
+"""Compiles kernels for an H200 (sm_90) and prints the shared memory of each; for test_compile.py.
 
 A process of its own, because the tests' one has told Triton to interpret kernels.
 """
@@ -16,7 +15,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from entp.engine.triton import attention, embed, last, loss, mlp, rows, running
+from entp.engine.triton import attention, embed, last, loss, mlp, online_softmax, rows
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
 
@@ -44,12 +43,12 @@ def shared(
 def attention_kernels(half: torch.dtype, size: int) -> dict[str, int]:
     """Both whole-tile kernels in their largest tile, and the streaming ones."""
     wide = torch.float64 if half == torch.float64 else torch.float32
-    fixed = {"SCALE": 0.1, "WIDE": rows.KINDS[wide], "DP": attention._padded(size), "FREE": 16}
+    fixed = {"SCALE": 0.1, "WIDE": rows.KINDS[wide], "DP": attention._padded(size), "PREFIX": 16}
     base = {
         "qkv": POINTERS[half],
         "out": POINTERS[half],
         "grad": POINTERS[half],
-        **dict.fromkeys(("starts", "ends", "free"), "*i32"),
+        **dict.fromkeys(("starts", "ends", "prefix_length"), "*i32"),
     }
     base |= {"dqkv": POINTERS[half], **dict.fromkeys(("share", "lse", "delta"), POINTERS[wide])}
     largest, found = attention.whole(size, half), {}
@@ -88,8 +87,8 @@ def row_kernels(width: int) -> dict[str, int]:
     base = {**dict.fromkeys(wide.split(), "*fp32"), **dict.fromkeys(half.split(), "*bf16")}
     base |= {"index": "*i32", "row_of": "*i32", "targets": "*i64", "ids": "*i64"}
     last_kind = {"KIND": 2, "NORM": True, **tile}
-    back = {"WIDE": tl.float32, "KIND": 1, "AGAIN": True}
-    scan = {"SCALE": 0.1, "WIDE": tl.float32, "TOKENS": running.TOKENS, "DP": 64}
+    back = {"WIDE": tl.float32, "KIND": 1, "RECOMPUTE": True}
+    scan = {"SCALE": 0.1, "WIDE": tl.float32, "TOKENS": online_softmax.TOKENS, "DP": 64}
     return {
         "add_norm": shared(rows._add_norm, base, {"EPS": 1e-5, **last_kind}, warps[0]),
         "add_norm_backward": shared(rows._add_norm_backward, base, {**last_kind, **down}, warps[1]),
@@ -109,8 +108,8 @@ def row_kernels(width: int) -> dict[str, int]:
             mlp._activate_backward, base, {**back, "R": 32, "C": 128, "STAGES": 3}
         ),
         "column_sums": shared(rows._column_sums, {**base, "out": "*fp32"}, {"R": 1024, "C": 8}, 8),
-        "scan_forward": shared(running._scan_forward, base, scan, 1),
-        "scan_backward": shared(running._scan_backward, base, scan, 1),
+        "scan_forward": shared(online_softmax._scan_forward, base, scan, 1),
+        "scan_backward": shared(online_softmax._scan_backward, base, scan, 1),
         "loss": shared(loss._loss_forward, base, {"BLOCK": loss.BLOCK}),
         "tokens": shared(
             embed._token_gradients,

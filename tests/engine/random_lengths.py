@@ -13,13 +13,13 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from entp.training.step import EAGER_STEPS, Stepper
 
 from entp.bench.shapes import RandomTokens
 from entp.config import Mode, ModelConfig, OptimConfig, Run, TrainConfig
 from entp.engine.layout import rows_of
 from entp.tasks.base import IGNORE, Batch
 from entp.training.distributed import World
-from entp.training.step import EAGER_STEPS, Stepper
 from entp.training.trainer import new_state
 
 LONGEST, MODES = 300, ("decoder", "entp", "prefix-lm")
@@ -95,7 +95,10 @@ def main(seed: int, seconds: float) -> None:
         rows = sum(rows_of(torch.from_numpy(batch.y != IGNORE)))
         mode: Mode = run.mode
         name = f"{run.task.length} tokens x {run.batch}, {mode}, {rows} rows, {run.model.layers} layers of {run.model.width}"  # type: ignore[attr-defined]
-        print(f"{name}, {run.model.position_embedding}, {run.optim.name}: off by {off:.1e}", flush=True)
+        print(
+            f"{name}, {run.model.position_embedding}, {run.optim.name}: off by {off:.1e}",
+            flush=True,
+        )
         assert off < close, name
         assert np.isfinite(half).all(), name
         number += 1

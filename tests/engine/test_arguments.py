@@ -43,7 +43,9 @@ def test_a_prefix_of_any_type(prefix: Any) -> None:
     model = random_model()
     x = random_inputs(model, 2, 5)
     assert torch.equal(model(x, "prefix-lm", prefix=prefix), model(x, "prefix-lm", prefix=2))
-    assert torch.equal(visible("prefix-lm", 5, prefix=prefix)[0], visible("prefix-lm", 5, prefix=2)[0])
+    assert torch.equal(
+        visible("prefix-lm", 5, prefix=prefix)[0], visible("prefix-lm", 5, prefix=2)[0]
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""Every cache gives the logits of no cache, for every option of the model and for position ids that
-are given."""
+"""Every cache gives the logits of no cache, for every option of the model and given position ids."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from random_models import random_model
 from torch import Tensor
 
 from entp.engine.generation.caches import Cache, DecoderCache, EntpCache, NoCache
-from entp.engine.generation.cuda_graph import DecoderStep, EntpStep, RecordedCache
+from entp.engine.generation.cuda_graph import CapturedCache, DecoderStep, EntpStep
 from entp.engine.support import support_of
 
 pytest.importorskip("triton")
@@ -27,7 +26,13 @@ MODELS: list[dict[str, Any]] = [
     {"kv_heads": 1},
     {"loops": 2},
     {"norm_placement": "post", "activation": "gelu-exact"},
-    {"position_embedding": "rotary", "norm": "rms", "activation": "silu", "bias": False, "tied_head": False},
+    {
+        "position_embedding": "rotary",
+        "norm": "rms",
+        "activation": "silu",
+        "bias": False,
+        "tied_head": False,
+    },
     {"position_embedding": "rotary", "norm": "rms", "activation": "swiglu", "kv_heads": 1},
 ]
 LENGTHS = [5, 2, 4]
@@ -36,10 +41,10 @@ LENGTHS = [5, 2, 4]
 def caches(model: Any, mode: str, prefix: Tensor | None) -> list[Cache]:
     """All caches that are exact for a model."""
     if mode != "entp":
-        return [DecoderCache(model, 20, prefix), RecordedCache(DecoderStep, model, 20, prefix)]
+        return [DecoderCache(model, 20, prefix), CapturedCache(DecoderStep, model, 20, prefix)]
     found: list[Cache] = [EntpCache(model, 20)]
     if support_of(model).kernels is None:
-        found.append(RecordedCache(EntpStep, model, 20))
+        found.append(CapturedCache(EntpStep, model, 20))
     return found
 
 

@@ -31,33 +31,33 @@ def counted(work: Any) -> Counter[str]:
 def mask(kind: str) -> torch.Tensor:
     """Wanted prefixes: all of them, those after a seed, or some at random with nothing at the last
     position."""
-    wanted = torch.ones(BATCH, TIME, dtype=torch.bool)
+    target_mask = torch.ones(BATCH, TIME, dtype=torch.bool)
     if kind == "seed":
-        wanted[:, :4] = False
+        target_mask[:, :4] = False
     if kind == "some":
-        wanted = torch.rand(BATCH, TIME, generator=torch.Generator().manual_seed(1)) < 0.4
-        wanted[:, -1] = False
-        assert wanted.any()
-    return wanted
+        target_mask = torch.rand(BATCH, TIME, generator=torch.Generator().manual_seed(1)) < 0.4
+        target_mask[:, -1] = False
+        assert target_mask.any()
+    return target_mask
 
 
 def step(
-    wanted: torch.Tensor, mode: str, impl: str, **config: Any
+    target_mask: torch.Tensor, mode: str, impl: str, **config: Any
 ) -> tuple[ModelConfig, Counter[str]]:
     """A model and what its forward and backward pass do."""
     model = random_model(context_length=TIME, **config)
     x = random_inputs(model, BATCH, TIME)
-    return model.config, counted(lambda: model(x, mode, at=wanted, impl=impl).sum().backward())
+    return model.config, counted(lambda: model(x, mode, at=target_mask, impl=impl).sum().backward())
 
 
 @pytest.mark.parametrize("kind", ["all", "seed", "some"])
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_reference_and_decoder_are_exact(layers: int, kind: str) -> None:
-    wanted = mask(kind)
-    config, found = step(wanted, "entp", "reference", layers=layers, heads=4)
-    assert reference_flops(config, wanted).total == found.total()
-    config, found = step(wanted, "decoder", "auto", layers=layers, heads=4)
-    assert decoder_flops(config, wanted).total == found.total()
+    target_mask = mask(kind)
+    config, found = step(target_mask, "entp", "reference", layers=layers, heads=4)
+    assert reference_flops(config, target_mask).total == found.total()
+    config, found = step(target_mask, "decoder", "auto", layers=layers, heads=4)
+    assert decoder_flops(config, target_mask).total == found.total()
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -72,14 +72,18 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options_of_the_model_are_counted(options: dict[str, Any]) -> None:
     """The loop and the decoder exactly; of the engine the linear layers, which are not attention's."""
-    wanted = mask("all")
-    config, found = step(wanted, "entp", "reference", layers=2, heads=4, **options)
-    assert reference_flops(config, wanted).total == found.total()
-    config, found = step(wanted, "decoder", "auto", layers=2, heads=4, **options)
-    assert decoder_flops(config, wanted).total == found.total()
-    config, found = step(wanted, "entp", "packed", layers=2, heads=4, **options)
-    flops = engine_flops(config, wanted)
-    absorbed = 0 if config.position_embedding == "rotary" else 2 * 3 * 3 * config.width**2 * int(wanted.sum())
+    target_mask = mask("all")
+    config, found = step(target_mask, "entp", "reference", layers=2, heads=4, **options)
+    assert reference_flops(config, target_mask).total == found.total()
+    config, found = step(target_mask, "decoder", "auto", layers=2, heads=4, **options)
+    assert decoder_flops(config, target_mask).total == found.total()
+    config, found = step(target_mask, "entp", "packed", layers=2, heads=4, **options)
+    flops = engine_flops(config, target_mask)
+    absorbed = (
+        0
+        if config.position_embedding == "rotary"
+        else 2 * 3 * 3 * config.width**2 * int(target_mask.sum())
+    )
     assert found["aten.addmm"] + found["aten.mm"] == flops.linear - absorbed + flops.readout
 
 
@@ -87,11 +91,11 @@ def test_options_of_the_model_are_counted(options: dict[str, Any]) -> None:
     "kind", [{"input_dim": 5, "outputs": 3}, {"vocab": 7, "outputs": 3}], ids=["vectors", "tokens"]
 )
 def test_vectors_and_a_head_are_counted(kind: dict[str, int]) -> None:
-    wanted = mask("seed")
-    config, found = step(wanted, "entp", "reference", **kind)
-    assert reference_flops(config, wanted).total == found.total()
-    config, found = step(wanted, "decoder", "auto", **kind)
-    assert decoder_flops(config, wanted).total == found.total()
+    target_mask = mask("seed")
+    config, found = step(target_mask, "entp", "reference", **kind)
+    assert reference_flops(config, target_mask).total == found.total()
+    config, found = step(target_mask, "decoder", "auto", **kind)
+    assert decoder_flops(config, target_mask).total == found.total()
 
 
 @pytest.mark.parametrize("kind", ["all", "seed", "some"])
@@ -104,15 +108,15 @@ def test_the_engine_is_what_packed_does(layers: int, kind: str) -> None:
     gradients densely for the lengths of a block, so it does more there than the formula, and never
     less.
     """
-    wanted = mask(kind)
-    config, found = step(wanted, "entp", "packed", layers=layers, heads=4)
-    flops = engine_flops(config, wanted)
-    absorbed = 2 * 3 * 3 * config.width**2 * int(wanted.sum()) if layers > 1 else 0
+    target_mask = mask(kind)
+    config, found = step(target_mask, "entp", "packed", layers=layers, heads=4)
+    flops = engine_flops(config, target_mask)
+    absorbed = 2 * 3 * 3 * config.width**2 * int(target_mask.sum()) if layers > 1 else 0
     assert found["aten.addmm"] + found["aten.mm"] == flops.linear - absorbed + flops.readout
     assert found.total() >= flops.total
     blocks_add = found.total() - flops.total
-    longest = int(wanted.nonzero()[:, 1].max()) + 1
-    lengths = int(wanted.any(0).sum())
+    longest = int(target_mask.nonzero()[:, 1].max()) + 1
+    lengths = int(target_mask.any(0).sum())
     dense = (
         3 * 2 * config.width * BATCH * longest**2 * lengths
     )  # every length over every pair, forward and backward
@@ -121,28 +125,32 @@ def test_the_engine_is_what_packed_does(layers: int, kind: str) -> None:
 
 def test_the_shares_of_the_document_come_out() -> None:
     """Linear work left is (12 L - 15) / (12 L) in the limit of long sequences: docs/engine.md."""
-    wanted = torch.ones(1, 4096, dtype=torch.bool)
+    target_mask = torch.ones(1, 4096, dtype=torch.bool)
     for layers, share in ((2, 9 / 24), (6, 57 / 72)):
         config = ModelConfig(vocab=2, context_length=4096, layers=layers, heads=2, width=32)
-        left = engine_flops(config, wanted).linear / reference_flops(config, wanted).linear
+        left = (
+            engine_flops(config, target_mask).linear / reference_flops(config, target_mask).linear
+        )
         assert left == pytest.approx(share, rel=1e-2)
         assert left > share
 
 
 def test_the_engine_never_does_more_than_the_loop() -> None:
-    wanted = torch.ones(2, 64, dtype=torch.bool)
+    target_mask = torch.ones(2, 64, dtype=torch.bool)
     for size in SIZES.values():
         config = ModelConfig(vocab=64, context_length=64, **size)
-        engine, loop = engine_flops(config, wanted), reference_flops(config, wanted)
+        engine, loop = engine_flops(config, target_mask), reference_flops(config, target_mask)
         assert engine.total < loop.total
         assert engine.readout == loop.readout
-        assert decoder_flops(config, wanted).total < 0.1 * engine.total
+        assert decoder_flops(config, target_mask).total < 0.1 * engine.total
 
 
 def test_nothing_wanted_costs_nothing() -> None:
-    wanted = torch.zeros(2, 5, dtype=torch.bool)
+    target_mask = torch.zeros(2, 5, dtype=torch.bool)
     config = ModelConfig(vocab=7, context_length=5, layers=3, heads=1, width=8)
-    assert reference_flops(config, wanted).total == engine_flops(config, wanted).total == 0
+    assert (
+        reference_flops(config, target_mask).total == engine_flops(config, target_mask).total == 0
+    )
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])

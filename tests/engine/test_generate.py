@@ -162,7 +162,10 @@ def test_runs_under_autocast(mode: str) -> None:
 
 @torch.no_grad()
 def test_entp_state_stays_exact_over_many_tokens() -> None:
-    model, tokens = build(torch.float32, position_embedding="none", layers=2), torch.randint(VOCAB, (150,))
+    model, tokens = (
+        build(torch.float32, position_embedding="none", layers=2),
+        torch.randint(VOCAB, (150,)),
+    )
     cache = EntpCache(model, 150)
     cache.prefill(tokens[None, :1], torch.tensor([1]))
     last = [cache.append(token[None]) for token in tokens[1:]][-1]
@@ -368,7 +371,10 @@ def test_every_position_can_be_used(mode: str) -> None:
     assert len(generate(model, [[1, 2, 3]], 6, mode)[0]) == 9
     with pytest.raises(InputError, match="need 9 positions and the model has 8"):
         generate(model, [[1], [1, 2, 3]], 7, mode)
-    assert len(generate(build(context_length=2, position_embedding="none"), [[1, 2, 3]], 7, mode)[0]) == 10
+    assert (
+        len(generate(build(context_length=2, position_embedding="none"), [[1, 2, 3]], 7, mode)[0])
+        == 10
+    )
 
 
 ERRORS: dict[str, tuple[dict[str, object], str]] = {

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from entp.training.step import EAGER_STEPS
 from random_models import random_inputs, random_model
 from small_runs import entp as entp_command
 from small_runs import small_run
@@ -25,7 +26,6 @@ from entp.engine.triton import cublaslt
 from entp.tasks.base import Task
 from entp.tasks.counting import Count3, Match3
 from entp.training.loggers import read_metrics
-from entp.training.step import EAGER_STEPS
 
 pytestmark = pytest.mark.gpu
 

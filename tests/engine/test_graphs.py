@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from changes import CHANGES
+from entp.training.feed import STEPS_AHEAD
+from entp.training.step import EAGER_STEPS, MOST_GRAPHS, State, Stepper, train_step
 from small_runs import small_run
 from torch import Tensor
 
@@ -22,9 +24,7 @@ from entp.engine import layout
 from entp.tasks.base import IGNORE, Batch
 from entp.training import step
 from entp.training.distributed import World
-from entp.training.feed import STEPS_AHEAD
 from entp.training.loggers import read_metrics
-from entp.training.step import EAGER_STEPS, MOST_GRAPHS, State, Stepper, train_step
 from entp.training.trainer import new_state
 
 STEPS = 12

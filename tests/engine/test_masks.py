@@ -48,7 +48,7 @@ def test_prefix_as_one_number(prefix: int) -> None:
 
 
 def test_mode_prefix_needs_a_prefix() -> None:
-    with pytest.raises(InputError, match="mode prefix needs prefix="):
+    with pytest.raises(InputError, match="mode prefix-lm needs prefix="):
         visible("prefix-lm", 4)
     for prefix in (0, -1, torch.tensor([2, 0])):
         with pytest.raises(InputError, match="prefix must be at least 1 token"):

@@ -86,7 +86,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def questions(draw: st.DrawFn) -> dict[str, Any]:
-    """Sizes of a batch, its lengths, and which positions are asked for."""
+    """Sizes of a batch, its lengths, and the target positions."""
     batch, time = (
         draw(st.integers(1, 3)),
         draw(st.sampled_from([1, 2, 3, 5, 9, 15, 16, 17, 23, 31, 32, 33, 36])),
@@ -99,12 +99,12 @@ def questions(draw: st.DrawFn) -> dict[str, Any]:
     if kind == "list":
         at = draw(st.lists(st.integers(0, time - 1), min_size=1, max_size=6))
     elif kind != "all":
-        chance = {"empty mask": 0.0, "sparse mask": 0.1, "mask": 0.6}[kind]
+        probability = {"empty mask": 0.0, "sparse mask": 0.1, "mask": 0.6}[kind]
         at = (
             torch.rand(
                 batch, time, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))
             )
-            < chance
+            < probability
         )
     ids = None
     if draw(st.booleans()):
@@ -121,9 +121,9 @@ def test_packed_is_the_reference(
 ) -> None:
     model = random_model(seed, **config)
     x = random_inputs(model, question["batch"], question["time"], seed)
-    asked = {name: question[name] for name in ("at", "lengths", "position_ids")}
+    options = {name: question[name] for name in ("at", "lengths", "position_ids")}
     assert_same(
-        results(model, x, impl="packed", **asked), results(model, x, impl="reference", **asked)
+        results(model, x, impl="packed", **options), results(model, x, impl="reference", **options)
     )
 
 
@@ -137,7 +137,7 @@ def test_across_the_blocks_of_layer_one(layers: int, time: int) -> None:
 
 @pytest.mark.parametrize("at", [[38], [16], [15, 33, 33, 2], [39, 0]])
 def test_few_positions_far_apart(at: list[int]) -> None:
-    """Whole blocks without a wanted length still have to carry the running state on."""
+    """Whole blocks without a target_mask length still have to carry the running state on."""
     model = random_model(layers=3, input_dim=3)
     x = random_inputs(model, 2, 40)
     assert_same(results(model, x, impl="packed", at=at), results(model, x, impl="reference", at=at))
@@ -162,8 +162,8 @@ def test_budgets_change_nothing(
 ) -> None:
     model = random_model(layers=layers, input_dim=3)
     x = random_inputs(model, question["batch"], question["time"])
-    asked = {"at": question["at"], "lengths": question["lengths"], "impl": impl}
-    assert_same(results(model, x, token_budget=budget, **asked), results(model, x, **asked))
+    options = {"at": question["at"], "lengths": question["lengths"], "impl": impl}
+    assert_same(results(model, x, token_budget=budget, **options), results(model, x, **options))
 
 
 @pytest.mark.parametrize("budget", [1, 2, 17, 100])
@@ -187,12 +187,16 @@ def rows_of(mask: Tensor) -> list[int]:
 @given(
     st.integers(1, 9), st.integers(1, 20), st.floats(0, 1), st.integers(0, 99), st.integers(1, 600)
 )
-def test_split(batch: int, time: int, chance: float, seed: int, budget: int) -> None:
+def test_split(batch: int, time: int, probability: float, seed: int, budget: int) -> None:
     """Disjoint, complete, within the budget unless a single prefix; sequences that fit are whole,
     in few and even parts."""
-    wanted = torch.rand(batch, time, generator=torch.Generator().manual_seed(seed)) < chance
-    parts, rows = list(split(wanted, budget)), rows_of(wanted)
-    assert torch.equal(torch.stack([torch.zeros_like(wanted), *parts]).sum(0), wanted.long())
+    target_mask = (
+        torch.rand(batch, time, generator=torch.Generator().manual_seed(seed)) < probability
+    )
+    parts, rows = list(split(target_mask, budget)), rows_of(target_mask)
+    assert torch.equal(
+        torch.stack([torch.zeros_like(target_mask), *parts]).sum(0), target_mask.long()
+    )
     assert all(0 < sum(rows_of(part)) <= budget or int(part.sum()) == 1 for part in parts)
     whole = [
         sum(r)
@@ -210,13 +214,15 @@ def test_split(batch: int, time: int, chance: float, seed: int, budget: int) -> 
         b for b, n in enumerate(rows) if n > budget
     ):  # cut between lengths: shortest first, as many as go in
         lengths = [(part[b].nonzero()[:, 0] + 1).tolist() for part in parts if part[b].any()]
-        assert [m for part in lengths for m in part] == (wanted[b].nonzero()[:, 0] + 1).tolist()
+        assert [m for part in lengths for m in part] == (
+            target_mask[b].nonzero()[:, 0] + 1
+        ).tolist()
         assert all(sum(now) + later[0] > budget for now, later in itertools.pairwise(lengths))
 
 
 def test_split_by_example() -> None:
-    wanted = torch.ones(4, 4, dtype=torch.bool)  # 4 sequences of 1 + 2 + 3 + 4 = 10 rows
-    parts = [[rows_of(part) for part in split(wanted, budget)] for budget in (40, 39, 9)]
+    target_mask = torch.ones(4, 4, dtype=torch.bool)  # 4 sequences of 1 + 2 + 3 + 4 = 10 rows
+    parts = [[rows_of(part) for part in split(target_mask, budget)] for budget in (40, 39, 9)]
     assert parts[:2] == [
         [[10, 10, 10, 10]],
         [[10, 10, 0, 0], [0, 0, 10, 10]],
@@ -231,7 +237,12 @@ def with_extreme_scores(pattern: str, size: float, layers: int = 3) -> tuple[Tra
     """A model whose first layer's scores are of about `size`: of random signs, or growing or
     shrinking along the keys."""
     model = random_model(
-        layers=layers, input_dim=3, outputs=2, position_embedding="given", norm="none", attention_scale="one"
+        layers=layers,
+        input_dim=3,
+        outputs=2,
+        position_embedding="given",
+        norm="none",
+        attention_scale="one",
     )
     x = random_inputs(model, 2, 36)
     ramp = torch.linspace(0, 1, 36, dtype=torch.float64)
@@ -343,11 +354,13 @@ def test_bfloat16_is_no_worse_than_the_reference() -> None:
 
 
 @given(st.integers(1, 3), st.integers(1, 36), st.floats(0.05, 1), st.integers(0, 99))
-def test_pack_layout(batch: int, time: int, chance: float, seed: int) -> None:
-    wanted = torch.rand(batch, time, generator=torch.Generator().manual_seed(seed)) < chance
-    packing = pack(wanted)
+def test_pack_layout(batch: int, time: int, probability: float, seed: int) -> None:
+    target_mask = (
+        torch.rand(batch, time, generator=torch.Generator().manual_seed(seed)) < probability
+    )
+    packing = pack(target_mask)
     expected = [
-        (t + 1, b) for t in range(time) for b in range(batch) if wanted[b, t]
+        (t + 1, b) for t in range(time) for b in range(batch) if target_mask[b, t]
     ]  # by length, then by sequence
     assert list(zip(packing.length.tolist(), packing.sequence.tolist(), strict=True)) == expected
     lengths = [m for m, _ in expected]
@@ -361,7 +374,7 @@ def test_pack_layout(batch: int, time: int, chance: float, seed: int) -> None:
 
 
 def test_batches_of_other_shapes_do_not_share_a_layout() -> None:
-    """All of 16 tokens are asked for each time: what tells these masks apart is their shape alone."""
+    """All of 16 tokens are targets each time: only the shape tells these masks apart."""
     model = random_model(layers=3)
     for batch, time in ((2, 8), (4, 4), (1, 16)):
         x = random_inputs(model, batch, time)
@@ -378,13 +391,13 @@ def test_batches_of_other_shapes_do_not_share_a_layout() -> None:
     st.sampled_from([0.3, 1.0, 30.0]),
 )
 def test_running_attention_row_by_row(
-    batch: int, time: int, chance: float, seed: int, scale: float
+    batch: int, time: int, probability: float, seed: int, scale: float
 ) -> None:
     torch.manual_seed(seed)
-    wanted = torch.rand(batch, time) < chance
-    wanted[0, -1] = True
+    target_mask = torch.rand(batch, time) < probability
+    target_mask[0, -1] = True
     q, k, v = torch.randn(3, batch, 2, time, 4, dtype=torch.float64)
-    packing = pack(wanted)
+    packing = pack(target_mask)
     got = running_attention(q, k, v, packing, scale)
     rows = [
         (torch.softmax(scale * q[b, :, i, None] @ k[b, :, :m].mT, -1) @ v[b, :, :m]).flatten()
@@ -396,19 +409,19 @@ def test_running_attention_row_by_row(
 
 def test_running_attention_has_the_right_gradient() -> None:
     torch.manual_seed(0)
-    wanted = torch.rand(2, 19) < 0.2
-    wanted[1, -1] = True
+    target_mask = torch.rand(2, 19) < 0.2
+    target_mask[1, -1] = True
     q, k, v = (torch.randn(2, 1, 19, 2, dtype=torch.float64, requires_grad=True) for _ in range(3))
     assert torch.autograd.gradcheck(
-        lambda *qkv: running_attention(*qkv, pack(wanted), 0.7), (q, k, v), fast_mode=True
+        lambda *qkv: running_attention(*qkv, pack(target_mask), 0.7), (q, k, v), fast_mode=True
     )
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_last_layer_is_the_block_at_the_end_of_each_prefix(heads: int) -> None:
     block = random_model(heads=heads).blocks[0]
-    wanted = torch.rand(2, 9, generator=torch.Generator().manual_seed(1)) < 0.5
-    packing = pack(wanted)
+    target_mask = torch.rand(2, 9, generator=torch.Generator().manual_seed(1)) < 0.5
+    packing = pack(target_mask)
     rows = torch.randn(packing.rows, 8, dtype=torch.float64)
     model = random_model(heads=heads)
     prefixes = rows.split(packing.length.tolist())
@@ -417,7 +430,7 @@ def test_last_layer_is_the_block_at_the_end_of_each_prefix(heads: int) -> None:
     )
     for absorbed in (True, False):
         got = packed.last_layer(
-            block, rows, packing, packed.places_of(model, packing, None), absorbed
+            block, rows, packing, packed.make_positions(model, packing, None), absorbed
         )  # type: ignore[arg-type]
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
 
@@ -425,9 +438,9 @@ def test_last_layer_is_the_block_at_the_end_of_each_prefix(heads: int) -> None:
 def test_first_layer_is_the_block_on_each_prefix() -> None:
     model = random_model()
     block = model.blocks[0]
-    wanted = torch.rand(2, 19, generator=torch.Generator().manual_seed(1)) < 0.5
-    packing, h = pack(wanted), torch.randn(2, 19, 8, dtype=torch.float64)
-    got = packed.first_layer(block, h, packing, packed.places_of(model, packing, None))  # type: ignore[arg-type]
+    target_mask = torch.rand(2, 19, generator=torch.Generator().manual_seed(1)) < 0.5
+    packing, h = pack(target_mask), torch.randn(2, 19, 8, dtype=torch.float64)
+    got = packed.first_layer(block, h, packing, packed.make_positions(model, packing, None))  # type: ignore[arg-type]
     ends = zip(packing.sequence.tolist(), packing.length.tolist(), strict=True)
     expected = torch.cat([block(h[b : b + 1, :m], torch.arange(m))[0] for b, m in ends])
     torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
@@ -436,13 +449,13 @@ def test_first_layer_is_the_block_on_each_prefix() -> None:
 def test_prefixes_come_back_sequence_by_sequence() -> None:
     model = random_model(layers=3)
     x = random_inputs(model, 3, 7)
-    wanted = torch.rand(3, 7, generator=torch.Generator().manual_seed(2)) < 0.5
+    target_mask = torch.rand(3, 7, generator=torch.Generator().manual_seed(2)) < 0.5
     expected = torch.stack(
-        [model.encode(x[b : b + 1, : t + 1])[0, -1] for b, t in wanted.nonzero()]
+        [model.encode(x[b : b + 1, : t + 1])[0, -1] for b, t in target_mask.nonzero()]
     )
     for engine in (packed, reference):
         torch.testing.assert_close(
-            engine.prefix_hidden(model, x, wanted), expected, rtol=1e-11, atol=1e-12
+            engine.prefix_hidden(model, x, target_mask), expected, rtol=1e-11, atol=1e-12
         )
 
 

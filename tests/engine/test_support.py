@@ -241,7 +241,9 @@ def test_a_model_is_forgotten_with_its_last_reference() -> None:
 def test_comparing_a_fingerprint_takes_about_a_microsecond_a_module() -> None:
     """0.24 us on an idle server, 1 to 1.5 on two busy shared cores, where this bound must hold too."""
     with torch.device("meta"):
-        model = entp.Transformer(entp.ModelConfig(vocab=64, context_length=64, **entp.SIZES["large"]))
+        model = entp.Transformer(
+            entp.ModelConfig(vocab=64, context_length=64, **entp.SIZES["large"])
+        )
     support_of(model)
     best = float("inf")
     for _ in range(200):

@@ -49,7 +49,7 @@ from test_triton_rows import (
     worst,
 )
 
-from entp.engine.triton import attention, last, loss, mlp, rows, running
+from entp.engine.triton import attention, last, loss, mlp, online_softmax, rows
 from entp.engine.triton.linear import linear, norm_linear
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -75,7 +75,7 @@ def plain_running(qkv: Tensor, bias: Tensor, plan: Packing, heads: int, scale: f
 
 
 def kernel_running(qkv: Tensor, bias: Tensor, *rest: Any) -> Tensor:
-    return running.running_attention(qkv + bias.detach().to(qkv.dtype), bias, *rest)
+    return online_softmax.running_attention(qkv + bias.detach().to(qkv.dtype), bias, *rest)
 
 
 def plain_last_attention(
@@ -133,20 +133,22 @@ def test_prefix_attention_of_long_prefixes(lengths: tuple[int, ...]) -> None:
     assert worst(with_gradients(kernel_prefix, inputs, plan, 1, 0.6), want) < CLOSE
 
 
-@pytest.mark.parametrize("free", [0, 1, 3, 40])
+@pytest.mark.parametrize("prefix_length", [0, 1, 3, 40])
 @pytest.mark.parametrize("lengths", [(1, 2, 5), (17,), (64,), (70, 130)], ids=str)
-def test_causal_attention_with_and_without_a_prefix(lengths: tuple[int, ...], free: int) -> None:
-    """One tile and several; free tokens below, at and beyond the length."""
+def test_causal_attention_with_and_without_a_prefix(
+    lengths: tuple[int, ...], prefix_length: int
+) -> None:
+    """One tile and several; prefix_length tokens below, at and beyond the length."""
     plan = of_lengths(*lengths)
     inputs = [numbers(plan.rows, 3 * 6, seed=0, size=1.5), numbers(3 * 6, seed=1)]
-    want = with_gradients(plain_prefix, inputs, plan, 2, 0.6, free)
-    assert worst(with_gradients(kernel_prefix, inputs, plan, 2, 0.6, free), want) < CLOSE
+    want = with_gradients(plain_prefix, inputs, plan, 2, 0.6, prefix_length)
+    assert worst(with_gradients(kernel_prefix, inputs, plan, 2, 0.6, prefix_length), want) < CLOSE
 
 
-@pytest.mark.parametrize("free", [(0, 1, 2), (1, 2, 5), (5, 0, 3), (9, 9, 9)], ids=str)
+@pytest.mark.parametrize("prefix_length", [(0, 1, 2), (1, 2, 5), (5, 0, 3), (9, 9, 9)], ids=str)
 @pytest.mark.parametrize("lengths", [(5, 5, 5), (1, 2, 5), (17, 18, 40), (64, 70, 130)], ids=str)
 def test_causal_attention_with_a_prefix_for_each(
-    lengths: tuple[int, ...], free: tuple[int, ...]
+    lengths: tuple[int, ...], prefix_length: tuple[int, ...]
 ) -> None:
     """Numbers below, at and beyond the lengths; the third of three alone is what it is among them."""
     plan = (
@@ -155,7 +157,7 @@ def test_causal_attention_with_a_prefix_for_each(
         else of_lengths(*lengths)
     )
     each = torch.tensor(
-        [n * max(1, plan.longest // 9) for n in free], dtype=torch.int32, device=DEVICE
+        [n * max(1, plan.longest // 9) for n in prefix_length], dtype=torch.int32, device=DEVICE
     )
     inputs = [numbers(plan.rows, 3 * 6, seed=0, size=1.5), numbers(3 * 6, seed=1)]
     want = with_gradients(plain_prefix, inputs, plan, 2, 0.6, each)
@@ -170,10 +172,17 @@ def test_causal_attention_is_the_mask_of_each_mode() -> None:
     plan = of_lengths(7)
     qkv = numbers(7, 3 * 4, seed=0)
     q, k, v = qkv.view(7, 3, 4).unbind(1)
-    for free, mode, prefix in ((0, "decoder", None), (3, "prefix-lm", 3), (9, "prefix-lm", 7)):
+    for prefix_length, mode, prefix in (
+        (0, "decoder", None),
+        (3, "prefix-lm", 3),
+        (9, "prefix-lm", 7),
+    ):
         seen = visible(mode, 7, prefix=prefix)[0].to(DEVICE)
         want = torch.softmax((q @ k.T).masked_fill(~seen, float("-inf")), -1) @ v
-        assert worst([attention.plain_prefix_attention(qkv, plan, 1, 1.0, free)], [want]) < CLOSE
+        assert (
+            worst([attention.plain_prefix_attention(qkv, plan, 1, 1.0, prefix_length)], [want])
+            < CLOSE
+        )
 
 
 def test_prefix_attention_in_the_largest_tile() -> None:
@@ -240,7 +249,7 @@ def test_product_and_attention_together(which: str, normed: bool) -> None:
     layer, norm = layers(width, 3 * width, 0, normed)
     kernel, plain = {
         "prefix": (attention.prefix_attention, plain_prefix),
-        "running": (running.running_attention, plain_running),
+        "running": (online_softmax.running_attention, plain_running),
     }[which]
     x = numbers(plan.rows if which == "prefix" else 2 * 5, width, seed=0).requires_grad_()
     leaves = [x, *layer.parameters(), *norm.parameters()]
@@ -270,7 +279,7 @@ KERNELS = [
     "last_add_norm",
     "normed",
     "gelu",
-    "gelu again",
+    "gelu recompute",
     "relu",
     "linear",
     "cross_entropy",
@@ -278,8 +287,8 @@ KERNELS = [
 ]
 
 
-def kernel_mlp(keep: bool) -> Callable[..., Tensor]:
-    return functools.partial(mlp.activated_linear, keep=keep)
+def kernel_mlp(recompute: bool) -> Callable[..., Tensor]:
+    return functools.partial(mlp.activated_linear, recompute=recompute)
 
 
 def case(name: str) -> Case:
@@ -307,13 +316,13 @@ def case(name: str) -> Case:
             (),
         ),
         "gelu": lambda: Case(
-            kernel_mlp(keep=True), mlp.plain_activated_linear, [qkv, bias, w.T], (0,), (True,)
+            kernel_mlp(recompute=False), mlp.plain_activated_linear, [qkv, bias, w.T], (0,), (True,)
         ),
-        "gelu again": lambda: Case(
-            kernel_mlp(keep=False), mlp.plain_activated_linear, [qkv, bias, w.T], (0,), (True,)
+        "gelu recompute": lambda: Case(
+            kernel_mlp(recompute=True), mlp.plain_activated_linear, [qkv, bias, w.T], (0,), (True,)
         ),
         "relu": lambda: Case(
-            kernel_mlp(keep=False), mlp.plain_activated_linear, [qkv, bias, w.T], (0,), (False,)
+            kernel_mlp(recompute=True), mlp.plain_activated_linear, [qkv, bias, w.T], (0,), (False,)
         ),
         "linear": lambda: Case(linear, torch.nn.functional.linear, [vectors, w], (0,)),
         "cross_entropy": lambda: Case(
@@ -411,7 +420,7 @@ def test_extreme_scores_stay_finite_and_exact(name: str, growing: bool) -> None:
 MASK = torch.tensor(
     [[1, 0, 0, 1, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0, 0]], dtype=torch.bool
 )
-ALONE = torch.tensor(
+ONE_EACH = torch.tensor(
     [[0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1, 0]], dtype=torch.bool
 )
 IDS = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [5, 5, 4, 4, 9, 9, 0], [3, 2, 1, 0, 8, 7, 6]])
@@ -424,11 +433,11 @@ QUESTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "mask": ({"layers": 4, "attention_scale": "one"}, {"at": MASK}),
     "mask and budget": ({"layers": 2, "heads": 1, "norm": "none"}, {"at": MASK, "token_budget": 7}),
-    "one prefix each": ({"layers": 3}, {"at": ALONE}),
-    "one prefix each, vectors": ({"layers": 2, "input_dim": 3, "norm": "none"}, {"at": ALONE}),
+    "one prefix each": ({"layers": 3}, {"at": ONE_EACH}),
+    "one prefix each, vectors": ({"layers": 2, "input_dim": 3, "norm": "none"}, {"at": ONE_EACH}),
     "context_length": ({"layers": 3, "position_embedding": "none", "outputs": 2}, {"at": [6, 0]}),
     "rotary": ({"layers": 3, "position_embedding": "rotary"}, {"lengths": [7, 4, 1]}),
-    "rotary, one prefix each": ({"layers": 2, "position_embedding": "rotary"}, {"at": ALONE}),
+    "rotary, one prefix each": ({"layers": 2, "position_embedding": "rotary"}, {"at": ONE_EACH}),
     "rotary and budget": (
         {"layers": 3, "position_embedding": "rotary", "bias": False},
         {"at": MASK, "token_budget": 7},
@@ -486,7 +495,8 @@ def test_the_whole_engine_equals_the_reference(
     ids=str,
 )
 @pytest.mark.parametrize(
-    ("mode", "prefix"), [("decoder", None), ("prefix-lm", 3), ("prefix-lm", 20), ("prefix-lm", [5, 2])]
+    ("mode", "prefix"),
+    [("decoder", None), ("prefix-lm", 3), ("prefix-lm", 20), ("prefix-lm", [5, 2])],
 )
 def test_a_decoder_by_the_kernels(config: dict[str, Any], mode: str, prefix: Any) -> None:
     """Outputs and every parameter's gradient; the mode is an argument of the same weights."""

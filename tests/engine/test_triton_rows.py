@@ -39,18 +39,20 @@ ACTIVATIONS = [mlp.RELU, mlp.GELU, mlp.SILU]
 WIDTHS = [1, 5, 16, 33, 100]
 
 
-def packing(batch: int, time: int, seed: int, chance: float = 0.5) -> Packing:
+def packing(batch: int, time: int, seed: int, probability: float = 0.5) -> Packing:
     """Random prefixes, among them one of length 1 and the longest."""
-    wanted = torch.rand(batch, time, generator=torch.Generator().manual_seed(seed)) < chance
-    wanted[0, 0] = wanted[-1, -1] = True
-    return pack(wanted, torch.device(DEVICE))
+    target_mask = (
+        torch.rand(batch, time, generator=torch.Generator().manual_seed(seed)) < probability
+    )
+    target_mask[0, 0] = target_mask[-1, -1] = True
+    return pack(target_mask, torch.device(DEVICE))
 
 
 def of_lengths(*lengths: int) -> Packing:
     """One sequence's prefixes of these lengths."""
-    wanted = torch.zeros(1, max(lengths), dtype=torch.bool)
-    wanted[0, [m - 1 for m in lengths]] = True
-    return pack(wanted, torch.device(DEVICE))
+    target_mask = torch.zeros(1, max(lengths), dtype=torch.bool)
+    target_mask[0, [m - 1 for m in lengths]] = True
+    return pack(target_mask, torch.device(DEVICE))
 
 
 def numbers(
@@ -198,7 +200,7 @@ def test_programs_that_take_several_tiles(norm: Norm, monkeypatch: pytest.Monkey
 )
 @example(1, 1, 8, NORMS[0], 0)
 def test_first_add_norm(batch: int, time: int, width: int, norm: Norm, seed: int) -> None:
-    """The stream's rows come from tokens; a token that no wanted prefix has gets no gradient."""
+    """The stream's rows come from tokens; a token that no target_mask prefix has gets no gradient."""
     plan = packing(batch, time, seed)
     inputs = [
         numbers(batch, time, width, seed=seed),
@@ -258,8 +260,8 @@ def test_norm_of_rows_far_from_zero() -> None:
 # Activation
 
 
-def kernel_activated(u: Tensor, bias: Tensor, w: Tensor, kind: int, keep: bool) -> Tensor:
-    return mlp.activated_linear(u, bias, w, kind, keep=keep)
+def kernel_activated(u: Tensor, bias: Tensor, w: Tensor, kind: int, recompute: bool) -> Tensor:
+    return mlp.activated_linear(u, bias, w, kind, recompute=recompute)
 
 
 @settings(max_examples=EXAMPLES)
@@ -270,14 +272,14 @@ def kernel_activated(u: Tensor, bias: Tensor, w: Tensor, kind: int, keep: bool) 
     st.booleans(),
     st.integers(0, 99),
 )
-def test_activated_linear(count: int, width: int, kind: int, keep: bool, seed: int) -> None:
+def test_activated_linear(count: int, width: int, kind: int, recompute: bool, seed: int) -> None:
     inputs = [
         numbers(count, width, seed=seed, size=2.0),
         numbers(width, seed=seed + 1),
         numbers(7, width, seed=seed + 2),
     ]
     want = with_gradients(mlp.plain_activated_linear, inputs, kind)
-    assert worst(with_gradients(kernel_activated, inputs, kind, keep), want) < CLOSE
+    assert worst(with_gradients(kernel_activated, inputs, kind, recompute), want) < CLOSE
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
@@ -375,7 +377,7 @@ def test_norm_linear_and_activation(
     x = numbers(count, width, seed=seed).requires_grad_()
     leaves = [x, *layer.parameters(), *norm.parameters()]
     w = numbers(3, 4 * width, seed=seed + 1)
-    got = mlp.activated_linear(*norm_linear(x, layer, norm), w, kind, keep=True)
+    got = mlp.activated_linear(*norm_linear(x, layer, norm), w, kind, recompute=False)
     want = mlp.plain_activated_linear(
         layer(gain_and_shift(x, norm)), torch.zeros_like(layer.bias), w, kind
     )
@@ -395,9 +397,9 @@ def test_norm_linear_with_the_bias_in_the_product(normed: bool) -> None:
     )
     leaves = [x, *layer.parameters(), *norm.parameters()]
     through_the_product = x @ (layer.weight * norm.weight if normed else layer.weight).T
-    _, *wanted = results(through_the_product + 0 * sum(p.sum() for p in leaves), leaves)
+    _, *target_mask = results(through_the_product + 0 * sum(p.sum() for p in leaves), leaves)
     _, *got = results(product + 0 * sum(p.sum() for p in leaves), leaves)
-    assert worst(got, wanted) < CLOSE
+    assert worst(got, target_mask) < CLOSE
 
 
 @settings(max_examples=EXAMPLES)
@@ -423,7 +425,9 @@ def test_linear(count: int, width: int, outputs: int, seed: int) -> None:
 @example(130, 64, 3, 5, 0)  # more tokens than one program looks through
 def test_embed(batch: int, time: int, vocab: int, width: int, seed: int) -> None:
     """Tokens that come often or never, and positions past the end of the sequences."""
-    model = random_model(seed, vocab=vocab, width=width, heads=1, layers=1, context_length=64).to(DEVICE)
+    model = random_model(seed, vocab=vocab, width=width, heads=1, layers=1, context_length=64).to(
+        DEVICE
+    )
     x = random_inputs(model, batch, time, seed).to(DEVICE)
     leaves = [model.tokens.weight, model.positions]
     assert worst(results(embed(model, x), leaves), results(model.embed(x), leaves)) < CLOSE

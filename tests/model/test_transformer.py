@@ -130,7 +130,13 @@ def test_the_head_is_tied_to_the_embedding() -> None:
 
 @every_mode
 @pytest.mark.parametrize(
-    "option", [{"norm": "none"}, {"activation": "relu"}, {"position_embedding": "none"}, {"attention_scale": "one"}]
+    "option",
+    [
+        {"norm": "none"},
+        {"activation": "relu"},
+        {"position_embedding": "none"},
+        {"attention_scale": "one"},
+    ],
 )
 def test_each_option_changes_the_output(mode: str, option: dict[str, str]) -> None:
     plain, other = random_model(**VECTORS), random_model(**VECTORS, **option)
@@ -306,7 +312,9 @@ def inner_dependence(model: Transformer, x: Tensor, mode: str, query: int, key: 
     """The largest gradient of the hidden state at `query`, when x[:, :key+1] has been read, on the
     input at `key`."""
     x = x[:, : key + 1].clone().requires_grad_()
-    hidden = masked_hidden(model, x, mode, prefix=key + 1 if mode == "prefix-lm" else None)[0, query]
+    hidden = masked_hidden(model, x, mode, prefix=key + 1 if mode == "prefix-lm" else None)[
+        0, query
+    ]
     return max(
         torch.autograd.grad(v, x, retain_graph=True)[0][0, key].abs().max().item() for v in hidden
     )

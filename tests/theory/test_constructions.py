@@ -185,7 +185,13 @@ def test_the_weights_are_the_papers(layers: int, width: int) -> None:
     for make, query_key in ((decoder_beyond_encoders, 0.0), (encoder_beyond_decoders, 1.0)):
         model = make(layers, width)
         config, eye = model.config, torch.eye(width, dtype=torch.float64)
-        assert (config.layers, config.heads, config.norm, config.position_embedding, config.attention_scale) == (
+        assert (
+            config.layers,
+            config.heads,
+            config.norm,
+            config.position_embedding,
+            config.attention_scale,
+        ) == (
             layers,
             1,
             "none",
@@ -340,7 +346,8 @@ def test_models_of_too_few_positions_are_refused_not_stretched() -> None:
         (order_matters, two, 3),
     ]:
         with pytest.raises(
-            InputError, match=f"about {reads} vectors in a row: .* has {model.config.context_length}"
+            InputError,
+            match=f"about {reads} vectors in a row: .* has {model.config.context_length}",
         ):
             check(model)
     x = random_inputs(alone, 1, 2)
@@ -359,7 +366,13 @@ def test_models_of_too_few_positions_are_refused_not_stretched() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [{}, {"layers": 1}, {"layers": 4, "norm": "none"}, {"input_dim": 3, "position_embedding": "none"}]
+    "kind",
+    [
+        {},
+        {"layers": 1},
+        {"layers": 4, "norm": "none"},
+        {"input_dim": 3, "position_embedding": "none"},
+    ],
 )
 @seeds
 def test_a_decoder_is_its_causal_model(kind: dict[str, Any], seed: int) -> None:

@@ -238,7 +238,7 @@ def first_qkv(
 def first_state(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lengths_B: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Layer 1's z (B, T, H) and o (B, T, H, d) over each sequence's keys; 0 where there are none."""
+    """Layer 1's z (B, T, H) and o (B, T, H, d) over each sequence's keys; 0 if it has none."""
     padding = (torch.arange(q.shape[1], device=q.device) >= lengths_B[:, None])[:, None, None]
     with torch.autocast(q.device.type, enabled=False):  # it would round the state to half precision
         scores = torch.einsum("bihd,bjhd->bhij", q, k)

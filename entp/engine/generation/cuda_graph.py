@@ -146,7 +146,7 @@ class CapturedCache:
         return self.step.append(self.model, new_B, position_ids)
 
     def _step_for(self, batch: int) -> _Step:
-        """A step with room for the longest sequence: one of before that is not in use, or a new one."""
+        """A step with room for the longest sequence: one that is kept and not in use, or new."""
         model, size = self.model, SMALLEST
         while size < self.longest:
             size *= 2
@@ -195,7 +195,7 @@ class DecoderStep(_Step):
         return logits
 
     def make_room(self, like: list[Tensor]) -> None:
-        """Memory for keys and values of every layer, of the shape and type of these (B, KV, any, d)."""
+        """Memory for keys and values of every layer, for heads as in these keys (B, KV, any, d)."""
         batch, heads, _, size = like[0].shape
         shape = (len(like), batch, heads, self.size, size)
         self.keys = torch.zeros(shape, dtype=like[0].dtype, device=self.device)

@@ -42,7 +42,7 @@ class Sampling:
     top_k: int | None = None
     """Only the k best tokens can be drawn."""
     top_p: float | None = None
-    """Only the fewest best tokens whose probabilities, after top_k, reach p together can be drawn."""
+    """Only the fewest best tokens can be drawn whose probabilities, after top_k, sum to p."""
 
     def __post_init__(self) -> None:
         temperature, top_k, top_p = self.temperature, self.top_k, self.top_p

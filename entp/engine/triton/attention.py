@@ -1,8 +1,7 @@
-"""The middle layers: full attention inside every prefix, for all prefixes in one launch per class
-of lengths.
+"""The middle layers: full attention inside every prefix, in one launch per class of lengths.
 
-With `free`, a decoder's: key j is seen by query i if j <= max(i, free - 1); free = 0 is causal,
-more lets the first tokens see each other, as many in every prefix or a number for each.
+With `prefix_length`, a decoder's: key j is seen by query i if j <= max(i, prefix_length - 1). 0 is
+causal; more lets the first tokens see each other, as many in every prefix or a number for each.
 
 Defined by `plain_prefix_attention`. Prefixes of up to `whole` rows fit one tile: a program holds
 all scores of one head of one prefix, goes from head to head while the next one's rows are on their
@@ -28,29 +27,32 @@ from entp.engine.layout import Layout, Packing
 from entp.engine.triton.rows import KINDS, column_sums
 
 SHARED = 136 * 1024
-"""Bytes that one head's q, k, v and gradient of a tile and two matrices of its scores may take in
-shared memory."""
+"""Bytes of shared memory for one head's q, k, v and gradient of a tile, and two score matrices."""
 ALL, EACH = -1, -2
-"""What a kernel's FREE is where every key is seen, and where each prefix has a number of its own.
-"""
+"""A kernel's PREFIX where every key is seen, and where each prefix has a number of its own."""
 
 
 def plain_prefix_attention(
-    qkv: Tensor, packing: Packing, heads: int, scale: float, free: int | Tensor | None = None
+    qkv: Tensor,
+    packing: Packing,
+    heads: int,
+    scale: float,
+    prefix_length: int | Tensor | None = None,
 ) -> Tensor:
-    """(N, 3 D) to (N, D): softmax(scale q k^T) v inside each prefix, causal but for the first
-    `free` if that is given.
+    """softmax(scale q k^T) v inside each prefix: (N, 3 D) to (N, D).
 
-    free: a number, or (M,) one for each prefix in packed order.
+    prefix_length: causal but for the first so many; a number, or (M,) one for each prefix in packed
+        order.
     """
     outputs = []
-    frees = [free] * len(packing.groups)
-    if isinstance(free, Tensor):
-        frees = list(free[:, None, None, None].split([count for _, count in packing.groups]))
-    for (m, count), first, part in zip(
-        packing.groups, frees, qkv.split(packing.row_counts), strict=True
+    counts = [count for _, count in packing.groups]
+    lengths = [prefix_length] * len(counts)
+    if isinstance(prefix_length, Tensor):
+        lengths = list(prefix_length[:, None, None, None].split(counts))
+    for (m, count), first, rows in zip(
+        packing.groups, lengths, qkv.split(packing.row_counts), strict=True
     ):
-        q, k, v = part.view(count, m, 3, heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = rows.view(count, m, 3, heads, -1).permute(2, 0, 3, 1, 4)
         index = torch.arange(m, device=qkv.device)
         hidden = index[None] > index[:, None].clamp(min=m if first is None else first - 1)
         scores = (scale * q @ k.mT).masked_fill(hidden, float("-inf"))
@@ -70,8 +72,7 @@ class _Class:
 
 
 def whole(size: int, kind: torch.dtype) -> int:
-    """Longest prefix that is one tile, for heads of this size: 128 for heads of 64 in half
-    precision."""
+    """The longest prefix that is one tile: 128 for heads of 64 in half precision."""
     tile = 128
     while tile > 16 and (4 * tile * _padded(size) + 2 * tile * tile) * kind.itemsize > SHARED:
         tile //= 2
@@ -118,26 +119,28 @@ def _rows_of(out, rows, real, h, H, d, DP: tl.constexpr):
 
 
 @triton.jit
-def _seen(rows, keys, start, end, free, p, FREE: tl.constexpr):
-    """Which keys the queries at `rows` of prefix p see: all of it, or none after themselves but the
-    first ones.
+def _seen(rows, keys, start, end, prefix_length, p, PREFIX: tl.constexpr):
+    """Which keys the queries at `rows` of prefix p see: all, or up to themselves and the first.
 
-    FREE: how many those are; -2: what `free` has for the prefix; -1: all keys are seen.
+    PREFIX: how many those are; -2: prefix_length has it for the prefix; -1: all keys are seen.
     """
     seen = (keys < end)[None, :]
-    if FREE >= 0:
-        seen = seen & (keys[None, :] <= tl.maximum(rows, start + FREE - 1)[:, None])
-    if FREE == -2:
-        seen = seen & (keys[None, :] <= tl.maximum(rows, start + tl.load(free + p) - 1)[:, None])
+    if PREFIX >= 0:
+        seen = seen & (keys[None, :] <= tl.maximum(rows, start + PREFIX - 1)[:, None])
+    if PREFIX == -2:
+        seen = seen & (
+            keys[None, :] <= tl.maximum(rows, start + tl.load(prefix_length + p) - 1)[:, None]
+        )
     return seen
 
 
 @triton.jit
 def _softmax(q, k, seen, SCALE: tl.constexpr, WIDE: tl.constexpr):
     """Attention of queries to all keys of a prefix that they see."""
+    # exp(x) is 2^(x / log 2)
     s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=WIDE) * (
         SCALE * 1.4426950408889634
-    )  # exp(x) is 2^(x / log 2)
+    )
     s = tl.where(seen, s, float("-inf"))
     weight = tl.exp2(s - tl.max(s, 1)[:, None])
     return weight * (1.0 / tl.sum(weight, 1))[:, None]
@@ -145,8 +148,9 @@ def _softmax(q, k, seen, SCALE: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["P0", "H", "GROUP"])
 def _attention_forward_whole(
-    qkv, starts, ends, free, out, P0, H, d, GROUP, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
-    DP: tl.constexpr, FREE: tl.constexpr, QUERIES: tl.constexpr, STAGES: tl.constexpr,
+    qkv, starts, ends, prefix_length, out, P0, H, d, GROUP, SCALE: tl.constexpr, WIDE: tl.constexpr,
+    TILE: tl.constexpr, DP: tl.constexpr, PREFIX: tl.constexpr, QUERIES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """GROUP heads of one prefix whose keys are one tile, QUERIES at a time."""
     p = P0 + tl.program_id(0)
@@ -160,7 +164,9 @@ def _attention_forward_whole(
         for first in tl.static_range(0, TILE, QUERIES):
             rows = start + first + tl.arange(0, QUERIES)
             q = _part(qkv, rows, rows < end, 0, h, H, d, DP)
-            weight = _softmax(q, k, _seen(rows, keys, start, end, free, p, FREE), SCALE, WIDE)
+            weight = _softmax(
+                q, k, _seen(rows, keys, start, end, prefix_length, p, PREFIX), SCALE, WIDE
+            )
             acc = tl.dot(weight.to(v.dtype), v, input_precision="ieee", out_dtype=WIDE)
             at = rows[:, None] * (H * d) + (h * d + e)[None, :]
             tl.store(
@@ -172,8 +178,8 @@ def _attention_forward_whole(
 
 @triton.jit(do_not_specialize=["P0", "H"])
 def _attention_forward(
-    qkv, starts, ends, free, out, lse, P0, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, DP: tl.constexpr,
-    FREE: tl.constexpr,
+    qkv, starts, ends, prefix_length, out, lse, P0, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr,
+    TILE: tl.constexpr, DP: tl.constexpr, PREFIX: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head of a long prefix over all its keys."""
     p, h = P0 + tl.program_id(0), tl.program_id(1)
@@ -192,7 +198,7 @@ def _attention_forward(
                 _part(qkv, keys, keys < end, 2, h, H, d, DP),
             )
             s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=WIDE) * SCALE
-            s = tl.where(_seen(rows, keys, start, end, free, p, FREE), s, float("-inf"))
+            s = tl.where(_seen(rows, keys, start, end, prefix_length, p, PREFIX), s, float("-inf"))
             higher = tl.maximum(top, tl.max(s, 1))
             weight = tl.exp(s - higher[:, None])
             decay = tl.exp(top - higher)
@@ -226,8 +232,9 @@ def _store_share(share, total, part, slot, h, H, d, DP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["P0", "H", "GROUP"])
 def _attention_backward_whole(
-    qkv, starts, ends, free, grad, dqkv, share, P0, H, d, GROUP, SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
-    DP: tl.constexpr, FREE: tl.constexpr, STAGES: tl.constexpr,
+    qkv, starts, ends, prefix_length, grad, dqkv, share, P0, H, d, GROUP, SCALE: tl.constexpr,
+    WIDE: tl.constexpr, TILE: tl.constexpr, DP: tl.constexpr, PREFIX: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """GROUP heads of one prefix that is one tile."""
     p = P0 + tl.program_id(0)
@@ -239,14 +246,12 @@ def _attention_backward_whole(
     ):
         k, v = _part(qkv, keys, real, 1, h, H, d, DP), _part(qkv, keys, real, 2, h, H, d, DP)
         q, g = _part(qkv, keys, real, 0, h, H, d, DP), _rows_of(grad, keys, real, h, H, d, DP)
-        seen = _seen(keys, keys, start, end, free, p, FREE)
-        weight = _softmax(
-            q, k, seen, SCALE, WIDE
-        )  # rows past the end have g = 0 and q = 0: they add nothing
+        seen = _seen(keys, keys, start, end, prefix_length, p, PREFIX)
+        # Rows past the end have g = 0 and q = 0: they add nothing.
+        weight = _softmax(q, k, seen, SCALE, WIDE)
         dv = tl.dot(tl.trans(weight.to(g.dtype)), g, input_precision="ieee", out_dtype=WIDE)
-        _store_part(
-            dqkv, dv, keys, real, 2, h, H, d, DP
-        )  # each as soon as it is there: registers are what is short
+        # Each is stored as soon as it is there: registers are what is short.
+        _store_part(dqkv, dv, keys, real, 2, h, H, d, DP)
         _store_share(share, tl.sum(dv, 0), 2, p, h, H, d, DP)
         dp = tl.dot(g, tl.trans(v), input_precision="ieee", out_dtype=WIDE)
         ds = (weight * (dp - tl.sum(weight * dp, 1)[:, None]) * SCALE).to(q.dtype)
@@ -266,20 +271,20 @@ def _weights(
     keys,
     start,
     end,
-    free,
+    prefix_length,
     p,
     lse,
     h,
     H,
     SCALE: tl.constexpr,
     WIDE: tl.constexpr,
-    FREE: tl.constexpr,
+    PREFIX: tl.constexpr,
 ):
     """Attention of the queries at `rows` to the keys at `keys`, from their log-sum-exp."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=WIDE) * SCALE
     z = tl.load(lse + rows * H + h, mask=rows < end, other=0.0)
     return tl.where(
-        (rows < end)[:, None] & _seen(rows, keys, start, end, free, p, FREE),
+        (rows < end)[:, None] & _seen(rows, keys, start, end, prefix_length, p, PREFIX),
         tl.exp(s - z[:, None]),
         0.0,
     )
@@ -287,8 +292,9 @@ def _weights(
 
 @triton.jit(do_not_specialize=["P0", "TILES", "H"])
 def _attention_backward_queries(
-    qkv, starts, ends, free, grad, lse, delta, dqkv, share, P0, TILES, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr,
-    TILE: tl.constexpr, DP: tl.constexpr, FREE: tl.constexpr,
+    qkv, starts, ends, prefix_length, grad, lse, delta, dqkv, share, P0, TILES, H, d,
+    SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, DP: tl.constexpr,
+    PREFIX: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head of a long prefix."""
     p, h, tile = P0 + tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -307,7 +313,9 @@ def _attention_backward_queries(
                 _part(qkv, keys, keys < end, 1, h, H, d, DP),
                 _part(qkv, keys, keys < end, 2, h, H, d, DP),
             )
-            weight = _weights(q, k, rows, keys, start, end, free, p, lse, h, H, SCALE, WIDE, FREE)
+            weight = _weights(
+                q, k, rows, keys, start, end, prefix_length, p, lse, h, H, SCALE, WIDE, PREFIX
+            )
             ds = (
                 weight
                 * (tl.dot(g, tl.trans(v), input_precision="ieee", out_dtype=WIDE) - inner[:, None])
@@ -320,8 +328,9 @@ def _attention_backward_queries(
 
 @triton.jit(do_not_specialize=["P0", "TILES", "H"])
 def _attention_backward_keys(
-    qkv, starts, ends, free, grad, lse, delta, dqkv, share, P0, TILES, H, d, SCALE: tl.constexpr, WIDE: tl.constexpr,
-    TILE: tl.constexpr, DP: tl.constexpr, FREE: tl.constexpr,
+    qkv, starts, ends, prefix_length, grad, lse, delta, dqkv, share, P0, TILES, H, d,
+    SCALE: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, DP: tl.constexpr,
+    PREFIX: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one head of a long prefix."""
     p, h, tile = P0 + tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -340,7 +349,9 @@ def _attention_backward_keys(
                 _rows_of(grad, rows, rows < end, h, H, d, DP),
             )
             inner = tl.load(delta + rows * H + h, mask=rows < end, other=0.0)
-            weight = _weights(q, k, rows, keys, start, end, free, p, lse, h, H, SCALE, WIDE, FREE)
+            weight = _weights(
+                q, k, rows, keys, start, end, prefix_length, p, lse, h, H, SCALE, WIDE, PREFIX
+            )
             dv += tl.dot(tl.trans(weight.to(g.dtype)), g, input_precision="ieee", out_dtype=WIDE)
             ds = (
                 weight
@@ -361,46 +372,47 @@ def prefix_attention(
     packing: Layout,
     heads: int,
     scale: float,
-    free: int | Tensor | None = None,
+    prefix_length: int | Tensor | None = None,
 ) -> Tensor:
-    """As plain_prefix_attention; `bias`, in fp32 or float64, is what was added to qkv: it only gets
-    its gradient."""
-    return _PrefixAttention.apply(qkv, bias, packing, heads, scale, free)
+    """As plain_prefix_attention.
+
+    bias: what was added to qkv, in fp32 or float64; it only gets its gradient.
+    """
+    return _PrefixAttention.apply(qkv, bias, packing, heads, scale, prefix_length)
 
 
 class _PrefixAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, qkv: Tensor, bias: Tensor, packing: Layout, heads: int, scale: float, free: int | Tensor | None
+        ctx, qkv: Tensor, bias: Tensor, packing: Layout, heads: int, scale: float,
+        prefix_length: int | Tensor | None,
     ) -> Tensor:  # fmt: skip
         size = qkv.shape[1] // (3 * heads)
         out = qkv.new_empty(len(qkv), heads * size)
         largest = whole(size, qkv.dtype)
         long = packing.longest > largest
         lse = bias.new_empty(len(qkv) if long else 0, heads)
-        each = free if isinstance(free, Tensor) else packing.starts  # read only if it is theirs
-        kind = EACH if isinstance(free, Tensor) else ALL if free is None else free
-        ctx.fixed = {"SCALE": scale, "WIDE": KINDS[bias.dtype], "DP": _padded(size), "FREE": kind}
+        each = packing.starts  # a kernel reads it only if PREFIX is EACH
+        kind = prefix_length
+        if kind is None:
+            kind = ALL
+        elif isinstance(kind, Tensor):
+            each, kind = kind, EACH
+        ctx.fixed = {"SCALE": scale, "WIDE": KINDS[bias.dtype], "DP": _padded(size), "PREFIX": kind}
         ctx.classes = _classes(packing, largest)
         for c in ctx.classes:
             where = (packing.starts, packing.ends, each, out)
             if c.tiles == 1:
-                group = _heads_together(c, heads)
+                group, tiles = _heads_together(c, heads), _whole(c.tile, qkv.dtype)
                 _attention_forward_whole[(c.count, triton.cdiv(heads, group))](
-                    qkv,
-                    *where,
-                    c.first,
-                    heads,
-                    size,
-                    group,
-                    **ctx.fixed,
-                    **_whole(c.tile, qkv.dtype),
+                    qkv, *where, c.first, heads, size, group, **ctx.fixed, **tiles
                 )
             else:
                 _attention_forward[(c.count, heads, c.tiles)](
                     qkv, *where, lse, c.first, heads, size, TILE=c.tile, **ctx.fixed
                 )
-        ctx.save_for_backward(qkv, lse, each, *([out] if long else []))
+        kept = [out] if long else []
+        ctx.save_for_backward(qkv, lse, each, *kept)
         ctx.packing, ctx.heads = packing, heads
         return out
 
@@ -411,12 +423,10 @@ class _PrefixAttention(torch.autograd.Function):
         heads, grad, wide = ctx.heads, grad.contiguous(), lse.dtype
         size = qkv.shape[1] // (3 * heads)
         dqkv = torch.empty_like(qkv)
-        make = (
-            torch.zeros if out else torch.empty
-        )  # tiles past the end of a long prefix write nothing
-        share = make(
-            sum(c.count * c.tiles for c in ctx.classes), qkv.shape[1], dtype=wide, device=qkv.device
-        )
+        # Tiles past the end of a long prefix write nothing.
+        make = torch.zeros if out else torch.empty
+        slots = sum(c.count * c.tiles for c in ctx.classes)
+        share = make(slots, qkv.shape[1], dtype=wide, device=qkv.device)
         for c in ctx.classes:
             where = (qkv, ctx.packing.starts, ctx.packing.ends, each, grad)
             if c.tiles == 1:
@@ -433,14 +443,12 @@ class _PrefixAttention(torch.autograd.Function):
 
 
 def _heads_together(c: _Class, heads: int) -> int:
-    """Heads that one program goes through: all, unless there are too few prefixes to fill the
-    device."""
+    """Heads of one program: all, unless there are too few prefixes to fill the device."""
     return heads if c.count * heads >= 4096 else 1
 
 
 def _whole(tile: int, kind: torch.dtype, *, backward: bool = False) -> dict[str, int]:
-    """The tile, loads in flight, warps and (forward) queries at a time for prefixes of one tile, as
-    measured on an H200."""
+    """Tile, loads in flight, warps and (forward) queries at a time, as measured on an H200."""
     half = kind.itemsize == 2
     if backward:
         warps = {128: 8, 64: 4}.get(tile, 2)

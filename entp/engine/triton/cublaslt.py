@@ -1,5 +1,4 @@
-"""Matrix products by the fastest of the algorithms that cuBLASLt offers, instead of the first one
-it proposes.
+"""Matrix products by the fastest of the algorithms that cuBLASLt offers, not its first proposal.
 
 On the tall matrices of packed rows the first proposal is 5 to 20 % slower than the best. Each shape
 is timed once, when it first comes, unless shapes keep coming: where every batch has shapes of its
@@ -7,8 +6,8 @@ own, timing costs more than it saves. Algorithms that split the inner dimension 
 that all candidates add in the same order and the choice cannot change a result. torch gives no
 access to this: the library it has loaded already is called through ctypes.
 
-    y = product(a, b)            # a @ b.T,  a (N, K), b (M, K)
-    y = product(a, b, plain=True)  # a @ b,    a (N, K), b (K, M)
+    y = product(a, b)              # a @ b.T, a (N, K), b (M, K)
+    y = product(a, b, plain=True)  # a @ b,   a (N, K), b (K, M)
 
 Anything that is not bf16 on CUDA, and machines where the library is not found, go to torch.
 """
@@ -35,9 +34,12 @@ CANDIDATES = 8
 MANY = 64
 """Proposals looked through for a batched product."""
 SMALL_CLUSTERS = (2, 3, 5)
-"""Clusters of 1 x 1, 2 x 1 and 1 x 2 blocks. With 8 blocks, cuBLAS 13.1's batched product that adds
-to a matrix ended training on an H200 in "unspecified launch failure" when several processes shared
-it: 9 of 12 processes within 99 seconds together, 0 of 8 in 264 seconds with these."""
+"""Clusters of 1 x 1, 2 x 1 and 1 x 2 blocks.
+
+With 8 blocks, cuBLAS 13.1's batched product that adds to a matrix ended training on an H200 in
+"unspecified launch failure" when several processes shared it: 9 of 12 processes within 99 seconds
+together, 0 of 8 in 264 seconds with these.
+"""
 ALIGNED = 256
 """Bytes that cuBLASLt takes addresses to be multiples of when it proposes algorithms."""
 MOST_TIMED = 400
@@ -56,21 +58,16 @@ class _Heuristic(ctypes.Structure):
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None, *, plain: bool = False) -> Tensor:
     """a @ b.T + bias, or with `plain` a @ b; two-dimensional, bias in the type of a."""
-    if not (
-        a.is_contiguous()
-        and b.is_contiguous()
-        and _takes(a, b)
-        and (bias is None or _aligned(bias))
-    ):
+    stored = a.is_contiguous() and b.is_contiguous()
+    if not stored or not _takes(a, b) or not (bias is None or _aligned(bias)):
         return _torch_product(a, b, bias, plain)
-    out = a.new_empty(a.shape[0], b.shape[1] if plain else b.shape[0])
+    columns = b.shape[1] if plain else b.shape[0]
+    out = a.new_empty(a.shape[0], columns)
     if not out.numel():
         return out
-    call = _call(a.shape[0], out.shape[1], a.shape[1], plain, bias is not None, a.device.index)
-    if (
-        call.algorithms is None and torch.cuda.is_current_stream_capturing()
-    ):  # nothing can be asked or timed now
-        return _torch_product(a, b, bias, plain)
+    call = _call(a.shape[0], columns, a.shape[1], plain, bias is not None, a.device.index)
+    if call.algorithms is None and torch.cuda.is_current_stream_capturing():
+        return _torch_product(a, b, bias, plain)  # nothing can be timed now
     call.run(a, b, bias, out)
     return out
 
@@ -83,15 +80,14 @@ def _torch_product(a: Tensor, b: Tensor, bias: Tensor | None, plain: bool) -> Te
 def batched_product(
     a: Tensor, b: Tensor, add: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0
 ) -> Tensor:
-    """beta add + alpha a @ b for matrices (n, m, k) and (n, k, w): on CUDA in bfloat16 by
-    algorithms of small clusters."""
-    out = (
-        _batched_product(a, b, add, alpha, beta)
-        if _takes(a, b) and a.numel() and b.numel()
-        else None
-    )
-    if out is not None:
-        return out
+    """beta add + alpha a @ b for matrices (n, m, k) and (n, k, w).
+
+    On CUDA in bfloat16 by algorithms of small clusters.
+    """
+    if _takes(a, b) and a.numel() and b.numel():
+        out = _batched_product(a, b, add, alpha, beta)
+        if out is not None:
+            return out
     if add is None:
         return a @ b if alpha == 1.0 else alpha * (a @ b)
     return torch.baddbmm(add, a, b, beta=beta, alpha=alpha)
@@ -123,7 +119,7 @@ def _as_stored(x: Tensor) -> tuple[Tensor, bool]:
 
 
 def _takes(a: Tensor, b: Tensor) -> bool:
-    """Are these factors for cuBLASLt: on CUDA, in bfloat16, at addresses it expects?"""
+    """Whether cuBLASLt takes these factors: on CUDA, in bfloat16, at addresses it expects."""
     return (
         a.is_cuda
         and a.dtype == b.dtype == torch.bfloat16
@@ -173,8 +169,7 @@ def _call(rows: int, columns: int, inner: int, plain: bool, biased: bool, device
 
 
 class _Call:
-    """One shape. cuBLASLt counts columns first, so it computes out^T (columns, rows) from b and a
-    in this order."""
+    """One shape. cuBLASLt counts columns first: it computes out^T (columns, rows) from b and a."""
 
     def __init__(
         self, rows: int, columns: int, inner: int, plain: bool, biased: bool, device: int
@@ -197,7 +192,7 @@ class _Call:
         self.algorithms: list[_Heuristic] | None = None
 
     def __del__(self) -> None:
-        """Shapes that keep coming are forgotten again; what the library holds of them is, too."""
+        """Free what the library holds of a shape that is forgotten."""
         for layout in self.layouts:
             self.library.cublasLtMatrixLayoutDestroy(layout)
         self.library.cublasLtMatmulDescDestroy(self.operation)
@@ -226,8 +221,7 @@ class _Call:
         return candidates[min(times)[1]]
 
     def _candidates(self, most: int = CANDIDATES) -> list[_Heuristic]:
-        """What cuBLASLt proposes, best guess first, without split inner dimensions if there is
-        anything else."""
+        """Proposals of cuBLASLt, best guess first, without split inner dimensions if possible."""
         library, preference, found = self.library, ctypes.c_void_p(), ctypes.c_int()
         _check(library.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
         room = ctypes.c_uint64(WORKSPACE)
@@ -238,17 +232,9 @@ class _Call:
         )
         results = (_Heuristic * most)()
         b, a, out = self.layouts
+        problem = (_handle(), self.operation, b, a, out, out)
         status = library.cublasLtMatmulAlgoGetHeuristic(
-            _handle(),
-            self.operation,
-            b,
-            a,
-            out,
-            out,
-            preference,
-            most,
-            results,
-            ctypes.byref(found),
+            *problem, preference, most, results, ctypes.byref(found)
         )
         _check(library.cublasLtMatmulPreferenceDestroy(preference))
         _check(status)
@@ -279,12 +265,19 @@ class _Call:
         pointer = ctypes.c_void_p
         b_layout, a_layout, out_layout = self.layouts
         added = pointer((out if add is None else add).data_ptr())
+        stream = torch.cuda.current_stream(a.device).cuda_stream
         _check(
             self.library.cublasLtMatmul(
-                _handle(), self.operation, ctypes.byref(ctypes.c_float(alpha)), pointer(b.data_ptr()), b_layout,
-                pointer(a.data_ptr()), a_layout, ctypes.byref(ctypes.c_float(beta)), added, out_layout, pointer(out.data_ptr()),
-                out_layout, ctypes.byref(candidate), pointer(self.workspace.data_ptr()), ctypes.c_size_t(WORKSPACE),
-                pointer(torch.cuda.current_stream(a.device).cuda_stream),
+                _handle(), self.operation,
+                ctypes.byref(ctypes.c_float(alpha)),
+                pointer(b.data_ptr()), b_layout,
+                pointer(a.data_ptr()), a_layout,
+                ctypes.byref(ctypes.c_float(beta)),
+                added, out_layout,
+                pointer(out.data_ptr()), out_layout,
+                ctypes.byref(candidate),
+                pointer(self.workspace.data_ptr()), ctypes.c_size_t(WORKSPACE),
+                pointer(stream),
             )
         )  # fmt: skip
 
@@ -304,8 +297,10 @@ class _Call:
 
 
 class _BatchedCall(_Call):
-    """One shape of a batched product: (n, rows, inner) times (n, inner, columns), each stored as it
-    is or transposed."""
+    """One shape of a batched product: (n, rows, inner) times (n, inner, columns).
+
+    Each is stored as it is or transposed.
+    """
 
     def __init__(
         self,
@@ -342,16 +337,11 @@ class _BatchedCall(_Call):
     def _layout(self, rows: int, columns: int) -> ctypes.c_void_p:
         layout = super()._layout(rows, columns)
         if hasattr(self, "batch"):
-            for attribute, value in (
-                (BATCH, ctypes.c_int32(self.batch)),
-                (STRIDE, ctypes.c_int64(rows * columns)),
-            ):
+            set_attribute = self.library.cublasLtMatrixLayoutSetAttribute
+            batch, stride = ctypes.c_int32(self.batch), ctypes.c_int64(rows * columns)
+            for attribute, value in ((BATCH, batch), (STRIDE, stride)):
                 size = ctypes.c_size_t(ctypes.sizeof(value))
-                _check(
-                    self.library.cublasLtMatrixLayoutSetAttribute(
-                        layout, attribute, ctypes.byref(value), size
-                    )
-                )
+                _check(set_attribute(layout, attribute, ctypes.byref(value), size))
         return layout
 
 

@@ -20,10 +20,8 @@ from entp.engine.triton.rows import column_sums
 
 LARGEST = 1024
 """Vocabulary up to which every id has a program of its own."""
-
-
 PART = 8192
-"""Tokens that a program looks through at most: the sums of parts are added up afterwards."""
+"""Most tokens that a program looks through: the sums of chunks are added up afterwards."""
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -64,13 +62,13 @@ class _Embed(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         grad, width, time = grad.contiguous(), grad.shape[2], x.shape[1]
         vocabulary, longest = ctx.sizes
-        parts = triton.cdiv(x.numel(), PART)
-        shares = grad.new_empty(parts, vocabulary, width)
-        grid = (vocabulary, triton.cdiv(width, 32), parts)
+        chunks = triton.cdiv(x.numel(), PART)
+        shares = grad.new_empty(chunks, vocabulary, width)
+        grid = (vocabulary, triton.cdiv(width, 32), chunks)
         _token_gradients[grid](
             x.contiguous(), grad, shares, x.numel(), width, PART, 512, 32, num_warps=4
         )
-        d_tokens = shares[0] if parts == 1 else shares.sum(0)
+        d_tokens = shares[0] if chunks == 1 else shares.sum(0)
         if not longest:
             return None, d_tokens, None
         d_positions = grad.new_zeros(longest, width)

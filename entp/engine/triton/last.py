@@ -1,5 +1,4 @@
-"""The last layer's attention: one query per prefix and head over the prefix's rows, which are keys
-and values at once.
+"""The last layer's attention: one query per prefix and head over rows that are keys and values.
 
 Defined by `packed.query_attention`. With s = scale x q, a = softmax(s) inside each prefix, c = a^T
 x and dc the gradient of c:
@@ -72,8 +71,8 @@ def _query_forward(
 
 @triton.jit(do_not_specialize=["M", "H"])
 def _query_backward(
-    x, q, starts, ends, lse, context, grad, dx, dq, M, D, H, SCALE: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr,
-    HP: tl.constexpr,
+    x, q, starts, ends, lse, context, grad, dx, dq, M, D, H, SCALE: tl.constexpr,
+    ROWS: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0).to(tl.int64)
     start, end = tl.load(starts + p).to(tl.int64), tl.load(ends + p).to(tl.int64)
@@ -103,13 +102,13 @@ def _query_backward(
 def query_forward(
     x_ND: Tensor, q_HMD: Tensor, packing: Layout, scale: float, wide: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Contexts (H, M, D) as packed.query_attention (there with heads second and scaled queries),
-    and log-sum-exps (H, M)."""
+    """Contexts (H, M, D) and log-sum-exps (H, M).
+
+    As packed.query_attention, which has heads second and takes scaled queries.
+    """
     heads, count, width = q_HMD.shape
-    context, lse = (
-        torch.empty_like(q_HMD),
-        torch.empty(heads, count, dtype=wide, device=q_HMD.device),
-    )
+    context = torch.empty_like(q_HMD)
+    lse = torch.empty(heads, count, dtype=wide, device=q_HMD.device)
     tiles = _tiles(width, heads, backward=False)
     _query_forward[(count,)](
         x_ND, q_HMD, packing.starts, packing.ends, context, lse, count, width, heads, scale, **tiles
@@ -130,22 +129,8 @@ def query_backward(
     heads, count, width = q_HMD.shape
     dx, dq = torch.empty_like(x_ND), torch.empty_like(q_HMD)
     tiles = _tiles(width, heads, backward=True)
-    _query_backward[(count,)](
-        x_ND,
-        q_HMD,
-        packing.starts,
-        packing.ends,
-        lse,
-        context,
-        grad,
-        dx,
-        dq,
-        count,
-        width,
-        heads,
-        scale,
-        **tiles,
-    )
+    inputs = (x_ND, q_HMD, packing.starts, packing.ends, lse, context, grad)
+    _query_backward[(count,)](*inputs, dx, dq, count, width, heads, scale, **tiles)
     return dx, dq
 
 
@@ -185,9 +170,10 @@ class LastAttention(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         count, width = last.shape
-        half, folded = (
-            (w.to(x.dtype), bias) if gain is None else fold(w, bias, gain, shift, x.dtype)
-        )  # type: ignore[arg-type]
+        half, folded = w.to(x.dtype), bias
+        if gain is not None:
+            assert shift is not None
+            half, folded = fold(w, bias, gain, shift, x.dtype)
         _, w_k, w_v = half.view(3, heads, -1, width)
         b_q, _, b_v = folded.to(x.dtype).view(3, heads, 1, -1)
         q = torch.addmm(b_q.flatten(), last, half[:width].T)

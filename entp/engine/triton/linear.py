@@ -1,9 +1,8 @@
-"""Matrix products on packed rows: inputs and outputs in half precision, gradients of the weights
-added up in fp32.
+"""Matrix products on packed rows in half precision; gradients of the weights are summed in fp32.
 
-`linear` is x W^T; `norm_linear` is the same with the gain and shift of the norm before it folded in (see rows.py). The kernel
-that reads a product returns the gradient of its bias, and adds the bias too unless the product has
-it already.
+`linear` is x W^T; `norm_linear` is the same with the gain and shift of the norm before it folded in
+(see rows.py). The kernel that reads a product returns the gradient of its bias, and adds the bias
+too unless the product has it already.
 """
 
 from __future__ import annotations
@@ -24,8 +23,10 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
 def norm_linear(
     x: Tensor, layer: nn.Linear, norm: nn.Module, *, add: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """layer(norm(.)) for rows x that are normed but for gain and shift, with its bias only if
-    `add`; and that bias."""
+    """layer(norm(.)) and its bias, which is added only if `add`.
+
+    x: rows that are normed but for gain and shift.
+    """
     bias, (gain, shift) = bias_of(layer), gain_and_shift(norm)
     if gain is None:
         return _Linear.apply(x, layer.weight, bias if add else None), bias
@@ -38,8 +39,7 @@ def bias_of(layer: nn.Linear) -> Tensor:
 
 
 def gain_and_shift(norm: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    """What a norm multiplies rows by and adds to them, zeros if it adds nothing; None, None if it
-    does neither."""
+    """A norm's gain and shift, or None; the shift is 0 if it has only a gain."""
     gain, shift = getattr(norm, "weight", None), getattr(norm, "bias", None)
     if gain is not None and shift is None:
         shift = torch.zeros_like(gain)

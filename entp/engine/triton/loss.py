@@ -92,16 +92,9 @@ class _CrossEntropy(torch.autograd.Function):
         if len(logits):
             grid = (len(logits), triton.cdiv(logits.shape[1], _block(logits)))
             any_weights = lse if weights is None else weights  # read only if there are weights
+            tensors = (logits, targets, any_weights, lse, grad, out)
             _loss_backward[grid](
-                logits,
-                targets,
-                any_weights,
-                lse,
-                grad,
-                out,
-                logits.shape[1],
-                _block(logits),
-                WEIGHTED=weights is not None,
+                *tensors, logits.shape[1], _block(logits), WEIGHTED=weights is not None
             )
         return out, None, None
 

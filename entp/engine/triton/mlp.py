@@ -1,7 +1,7 @@
 """The second half of an MLP: bias and activation in one pass over the rows, then the product.
 
 Defined by `plain_activated_linear`. The kernel that passes back through the activation also adds up
-the bias's gradient, and on request makes the activations again, which the product's gradient needs:
+the bias's gradient, and on request recomputes the activations, which the product's gradient needs:
 a quarter more bytes in that pass, and of what a layer keeps for its backward pass two sevenths
 less.
 """
@@ -33,7 +33,7 @@ def plain_activated_linear(u_NK: Tensor, bias_K: Tensor, w_DK: Tensor, kind: int
 
 @triton.jit
 def _gate(u, KIND: tl.constexpr):
-    """The sigmoid in u gate(u): of u for SiLU, of 1.5957691216057308 (u + 0.044715 u^3) for GELU."""
+    """The sigmoid in u gate(u): of u (SiLU), of 1.5957691216057308 (u + 0.044715 u^3) (GELU)."""
     if KIND == 1:
         return 1.0 / (1.0 + tl.exp2(u * (-2.302208198144325 - 0.10294323958002349 * u * u)))
     return 1.0 / (1.0 + tl.exp2(u * -1.4426950408889634))
@@ -59,12 +59,12 @@ def _activate(
 
 @triton.jit(do_not_specialize=["N", "PER"])
 def _activate_backward(
-    u, bias, grad, du, db_out, N, K, PER, WIDE: tl.constexpr, KIND: tl.constexpr, AGAIN: tl.constexpr, STAGES: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr,
+    u, bias, grad, du, db_out, N, K, PER, WIDE: tl.constexpr, KIND: tl.constexpr,
+    RECOMPUTE: tl.constexpr, STAGES: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """PER tiles of R rows, C columns: the gradient of u, and this program's share of the bias's.
 
-    AGAIN: the activations take the place of their gradient.
+    RECOMPUTE: the activations take the place of their gradient.
     """
     cols = tl.program_id(1) * C + tl.arange(0, C)
     shift = tl.load(bias + cols, mask=cols < K, other=0.0).to(WIDE)[None, :]
@@ -84,27 +84,30 @@ def _activate_backward(
             g = tl.where(value > 0, g, 0.0)
             value = tl.maximum(value, 0.0)
         tl.store(du + at, g.to(du.dtype.element_ty), mask=inside)
-        if AGAIN:
+        if RECOMPUTE:
             tl.store(grad + at, value.to(grad.dtype.element_ty), mask=inside)
         total += tl.sum(g, 0)
     tl.store(db_out + tl.program_id(0) * K + cols, total, mask=cols < K)
 
 
-def activated_linear(u: Tensor, bias: Tensor, w: Tensor, kind: int, *, keep: bool) -> Tensor:
-    """As plain_activated_linear, in u's type; the activations are kept for the backward pass, or
-    made again there."""
-    return _ActivatedLinear.apply(u, bias, w, int(kind), keep)
+def activated_linear(u: Tensor, bias: Tensor, w: Tensor, kind: int, *, recompute: bool) -> Tensor:
+    """As plain_activated_linear, in u's type.
+
+    recompute: the backward pass computes the activations once more; without, they are kept for it.
+    """
+    return _ActivatedLinear.apply(u, bias, w, int(kind), recompute)
 
 
 class _ActivatedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, u: Tensor, bias: Tensor, w: Tensor, kind: int, keep: bool) -> Tensor:
+    def forward(ctx, u: Tensor, bias: Tensor, w: Tensor, kind: int, recompute: bool) -> Tensor:
         half, a = w.to(u.dtype), torch.empty_like(u)
         cols = _columns(u.shape[1])
         rows = 4096 // cols
         grid = (triton.cdiv(u.shape[0], rows), triton.cdiv(u.shape[1], cols))
         _activate[grid](u, bias, a, *u.shape, KINDS[bias.dtype], kind, rows, cols, num_warps=8)
-        ctx.save_for_backward(u, bias, half, *([a] if keep else []))
+        kept = [] if recompute else [a]
+        ctx.save_for_backward(u, bias, half, *kept)
         ctx.activation, ctx.kind = kind, w.dtype
         return product(a, half)
 
@@ -113,7 +116,7 @@ class _ActivatedLinear(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         u, bias, half, *kept = ctx.saved_tensors
         grad = grad.contiguous()
-        du, g, a = torch.empty_like(u), product(grad, half, plain=True), kept[0] if kept else None
+        du, g = torch.empty_like(u), product(grad, half, plain=True)
         tile = _backward_tile(u.shape[1], u.dtype)
         across = triton.cdiv(u.shape[1], tile["C"])
         per, programs = shares(
@@ -121,15 +124,11 @@ class _ActivatedLinear(torch.autograd.Function):
         )
         db = bias.new_empty(programs, u.shape[1])
         _activate_backward[(programs, across)](
-            u, bias, g, du, db, *u.shape, per, KINDS[bias.dtype], ctx.activation, a is None, **tile
-        )  # fmt: skip
-        return (
-            du,
-            column_sums(db, db.dtype),
-            weight_gradient(grad, g if a is None else a, ctx.kind),
-            None,
-            None,
+            u, bias, g, du, db, *u.shape, per, KINDS[bias.dtype], ctx.activation, not kept, **tile
         )
+        a = kept[0] if kept else g
+        dw = weight_gradient(grad, a, ctx.kind)
+        return du, column_sums(db, db.dtype), dw, None, None
 
 
 def _columns(width: int) -> int:

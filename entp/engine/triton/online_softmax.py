@@ -1,10 +1,9 @@
-"""Layer 1's attention as one scan over keys: all prefixes of a row in one pass, n^3 scores never
-exist.
+"""Layer 1's attention as one scan over keys: all prefixes of a row in one pass.
 
 Defined by `running_attention` in entp/engine/online_softmax.py. For token i, z_j the log-sum-exp
-and o_j the output over keys 0..j:
+and o_j the output over keys 0..j, which is written where prefix j + 1 is in the packing:
 
-    forward   beta_j = exp(s_ij - z_j),  o_j = o_{j-1} + beta_j (v_j - o_{j-1})            written where prefix j + 1 is asked
+    forward   beta_j = exp(s_ij - z_j),  o_j = o_{j-1} + beta_j (v_j - o_{j-1})
     backward  Q_j = g_j + exp(z_j - z_{j+1}) Q_{j+1},  c_j = g_j . o_j + exp(z_j - z_{j+1}) c_{j+1}
               ds_ij = beta_j (Q_j . v_j - c_j),  dv_j += beta_j Q_j
 
@@ -66,8 +65,8 @@ def _scan_forward(
 
 @triton.jit(do_not_specialize=["H", "T", "TILES"])
 def _scan_backward(
-    qkv, row_of, out, z_in, grad, dqkv, dkv, H, T, d, TILES, SCALE: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
-    DP: tl.constexpr,
+    qkv, row_of, out, z_in, grad, dqkv, dkv, H, T, d, TILES, SCALE: tl.constexpr,
+    WIDE: tl.constexpr, TOKENS: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """The same tile from the last key to the first: dq, and this tile's share of dk and dv."""
     bh, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -122,8 +121,10 @@ def _add_tiles(dkv, dqkv, H, T, d, TILES, KEYS: tl.constexpr, DP: tl.constexpr):
 def running_attention(
     qkv: Tensor, bias: Tensor, packing: Packing, heads: int, scale: float
 ) -> Tensor:
-    """Attention of token i over keys 0..m-1 for every row (prefix of length m, token i): (N, D)
-    from (B longest, 3 D)."""
+    """Attention of token i over keys 0..m-1 for every row (prefix of length m, token i): (N, D).
+
+    qkv: (B longest, 3 D); `bias` is what was added to it: it only gets its gradient.
+    """
     return _RunningAttention.apply(qkv, bias, packing, heads, scale)
 
 
@@ -155,18 +156,8 @@ class _RunningAttention(torch.autograd.Function):
         size, tiles = out.shape[1] // heads, triton.cdiv(time, TOKENS)
         dqkv, shares = torch.empty_like(qkv), z.new_empty(batch, heads, tiles, time, 2, size)
         sizes = (heads, time, size, tiles)
-        _scan_backward[(batch * heads, tiles)](
-            qkv,
-            ctx.packing.row_of,
-            out,
-            z,
-            grad.contiguous(),
-            dqkv,
-            shares,
-            *sizes,
-            TOKENS=TOKENS,
-            **ctx.fixed,
-        )
+        tensors = (qkv, ctx.packing.row_of, out, z, grad.contiguous(), dqkv, shares)
+        _scan_backward[(batch * heads, tiles)](*tensors, *sizes, TOKENS=TOKENS, **ctx.fixed)
         _add_tiles[(batch * heads, triton.cdiv(time, 16))](
             shares, dqkv, *sizes, KEYS=16, DP=ctx.fixed["DP"]
         )

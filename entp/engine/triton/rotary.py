@@ -1,5 +1,4 @@
-"""Rotary positions: queries and keys turned in place, between the product that makes them and
-attention.
+"""Rotary positions: queries and keys turned in place, between their product and attention.
 
 Defined by `plain_rotate`. Feature e of a head turns together with feature e + d / 2. The angles
 come as a table of cosines and sines, made by the model's own rotary module, and an index that says
@@ -83,7 +82,7 @@ def _rotate(
 
 
 def rotate(qkv: Tensor, bias: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-    """As plain_rotate, in place, and the bias that was added to qkv, which gets its gradient here."""
+    """As plain_rotate, in place; and the bias that was added to qkv: its gradient is made here."""
     return _Rotate.apply(qkv, bias, *rotation)
 
 
@@ -107,14 +106,12 @@ class _Rotate(torch.autograd.Function):
 
 
 def _launch(qkv: Tensor, cos: Tensor, sin: Tensor, index: Tensor, *, back: bool) -> Tensor:
-    """Turns q and k of the rows in place; back: returns their columns' sums, in parts."""
+    """Turns q and k of the rows in place; back: returns their columns' sums, one per program."""
     count, width = len(qkv), qkv.shape[1] // 3
     tile = _tile(width)
-    per, programs = (
-        shares(triton.cdiv(count, tile["R"]), PROGRAMS)
-        if back
-        else (1, triton.cdiv(count, tile["R"]))
-    )
+    per, programs = 1, triton.cdiv(count, tile["R"])
+    if back:
+        per, programs = shares(programs, PROGRAMS)
     sums = cos.new_empty(programs if back else 0, 2 * width)
     _rotate[(programs,)](
         qkv, cos, sin, index, sums, count, width, cos.shape[1], per, BACK=back, **tile

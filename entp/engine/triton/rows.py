@@ -1,5 +1,4 @@
-"""What stands between the matrix products, one pass over the rows each: residual and norm, folding
-of the norm, column sums.
+"""What stands between the matrix products: residual and norm, folding of the norm, column sums.
 
 A norm's gain and shift are not applied to rows but folded into the matrix that follows: with x of
 mean 0 and variance 1,
@@ -13,8 +12,10 @@ functions that define the kernels come first.
 The residual stream is fp32 on its way up; its gradient comes down in half precision, to which the
 matrix products would round it anyway (docs/engine.md, precision).
 
+Each is one pass over the rows.
+
 Names: N rows, D width, K any width; `wide` is fp32 or float64, `half` what matrix products take:
-    bf16, or the same as wide.
+bf16, or the same as wide.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ from torch.autograd.function import once_differentiable
 from entp.engine.layout import Layout, Packing
 
 PROGRAMS = 528
-"""Programs that share the rows where columns are added up: four for each of an H200's
-multiprocessors."""
+"""Programs where columns are added up: four for each of an H200's multiprocessors."""
 
 
 NONE, LAYER, RMS = 0, 1, 2
@@ -47,8 +47,10 @@ class Norm(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """The residual stream. Autograd gives a tensor's gradient the tensor's own type, so another
-    tensor carries it."""
+    """The residual stream.
+
+    Autograd gives a tensor's gradient the tensor's own type, so another tensor carries it.
+    """
 
     rows: Tensor
     """(N, D), wide. No gradient passes through it."""
@@ -78,8 +80,7 @@ def plain_fold(
 
 @triton.jit
 def _normed(value, inside, D, eps, NORM: tl.constexpr):
-    """Rows with mean square 1, for layer norm (NORM 1) also mean 0, and what they were multiplied
-    by."""
+    """Rows of mean square 1, for layer norm (NORM 1) also of mean 0, and their factors."""
     if NORM == 1:
         value = tl.where(inside, value - (tl.sum(value, 1) / D)[:, None], 0.0)
     r = 1.0 / tl.sqrt(tl.sum(value * value, 1) / D + eps)
@@ -97,11 +98,14 @@ def _norm_gradient(g, x, r, D, NORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N"])
 def _add_norm(
-    h, y, bias, index, h_out, x_out, last_out, r_out, N, D, EPS: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr,
-    R: tl.constexpr, DP: tl.constexpr,
+    h, y, bias, index, h_out, x_out, last_out, r_out, N, D, EPS: tl.constexpr, KIND: tl.constexpr,
+    NORM: tl.constexpr, R: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """R rows. KIND 0: rows of h as they stand; 1: row n is h[index[n]]; 2: h_out and last_out take
-    rows with index[n] >= 0."""
+    """R rows of h + y + bias, and the same normed.
+
+    KIND 0: rows of h as they stand; 1: row n is h[index[n]]; 2: h_out and last_out take rows with
+    index[n] >= 0.
+    """
     rows, cols = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, DP)
     inside = (rows < N)[:, None] & (cols < D)[None, :]
     at = rows[:, None] * D + cols[None, :]
@@ -134,11 +138,10 @@ def _add_norm(
 
 @triton.jit(do_not_specialize=["N", "PER"])
 def _add_norm_backward(
-    dh, dx, dlast, x, r_in, index, dh_out, db_out, N, D, PER, KIND: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr,
-    R: tl.constexpr, DP: tl.constexpr,
+    dh, dx, dlast, x, r_in, index, dh_out, db_out, N, D, PER, KIND: tl.constexpr,
+    NORM: tl.constexpr, STAGES: tl.constexpr, R: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """PER tiles of R rows: the gradient of h and of y, which are the same, and this program's share
-    of the bias's."""
+    """PER tiles of R rows: the gradient of h and y, and this program's share of the bias's."""
     cols = tl.arange(0, DP)
     wide = db_out.dtype.element_ty
     total = tl.zeros((DP,), wide)
@@ -252,8 +255,7 @@ def add_norm(h: Stream, y: Tensor, bias: Tensor, norm: Norm) -> tuple[Stream, Te
 def first_add_norm(
     h_BTD: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Packing
 ) -> tuple[Stream, Tensor]:
-    """The same where h is still that of tokens: row n has the token packing.row_index[n] of all B
-    T."""
+    """The same where h is still that of tokens: row n has token packing.row_index[n] of all B T."""
     rows, carrier, x = _FirstAddNorm.apply(h_BTD, y, bias, norm, packing)
     return Stream(rows, carrier), x
 
@@ -261,8 +263,10 @@ def first_add_norm(
 def last_add_norm(
     h: Stream, y: Tensor, bias: Tensor, norm: Norm, packing: Layout
 ) -> tuple[Stream, Tensor, Tensor]:
-    """The same where the stream is read only at the end of each prefix: (M, D); normed rows, all
-    (N, D) and there (M, D)."""
+    """The same where the stream is read only at the end of each prefix: (M, D).
+
+    Also the normed rows, all (N, D) and those at the ends (M, D).
+    """
     rows, carrier, x, last = _LastAddNorm.apply(*h, y, bias, norm, packing)
     return Stream(rows, carrier), x, last
 
@@ -339,7 +343,7 @@ class _FirstAddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, h: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Packing
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor]:
         out = h.new_empty(y.shape)
         x, r = _launch_add_norm(h.contiguous(), y, bias, packing.row_index, out, None, 1, norm)
         ctx.save_for_backward(x, r)
@@ -357,7 +361,7 @@ class _FirstAddNorm(torch.autograd.Function):
         dh, dx, first = dh.contiguous(), dx.contiguous(), ctx.packing.row_of
         _first_add_norm_backward[(batch * time,)](
             dh, dx, x, r, first, d_tokens, dy, time, width, ctx.norm.kind, **_tile(width)
-        )  # fmt: skip
+        )
         return d_tokens, dy, column_sums(d_tokens.flatten(0, 1), r.dtype), None, None
 
 
@@ -365,7 +369,7 @@ class _LastAddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, rows: Tensor, carrier: Tensor, y: Tensor, bias: Tensor, norm: Norm, packing: Layout
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         out, last = (t.new_empty(len(packing.length), rows.shape[1]) for t in (rows, y))
         x, r = _launch_add_norm(rows, y, bias, packing.last_slot, out, last, 2, norm)
         ctx.save_for_backward(x, r)
@@ -402,7 +406,7 @@ def _launch_add_norm(
     tile = _tile(width)
     _add_norm[(triton.cdiv(count, tile["R"]),)](
         h, y, bias, index, out, x, last, r, count, width, norm.eps, kind, norm.kind, **tile
-    )  # fmt: skip
+    )
     return x, r
 
 
@@ -421,9 +425,8 @@ def _launch_add_norm_backward(
     tile = _backward_tile(width, x.dtype)
     per, programs = shares(triton.cdiv(count, tile["R"]), PROGRAMS)
     dh_out, db = torch.empty_like(x), r.new_empty(programs, width)
-    _add_norm_backward[(programs,)](
-        dh, dx.contiguous(), dlast, x, r, index, dh_out, db, count, width, per, kind, norm.kind, **tile
-    )  # fmt: skip
+    tensors = (dh, dx.contiguous(), dlast, x, r, index, dh_out, db)
+    _add_norm_backward[(programs,)](*tensors, count, width, per, kind, norm.kind, **tile)
     return dh_out, column_sums(db, db.dtype)
 
 
@@ -477,7 +480,7 @@ class _Normed(torch.autograd.Function):
         dh, tile = torch.empty_like(x, dtype=r.dtype), _tile(x.shape[1])
         _norm_rows_backward[(triton.cdiv(len(x), tile["R"]),)](
             dx.contiguous(), x, r, dh, *x.shape, ctx.norm.kind, **tile
-        )  # fmt: skip
+        )
         return dh, None, None
 
 
@@ -494,8 +497,7 @@ def _column_sums(part, out, P, K, R: tl.constexpr, C: tl.constexpr):
 
 
 def column_sums(part: Tensor, kind: torch.dtype) -> Tensor:
-    """part.sum(0) in `kind`, of a matrix with far more rows than a reduction over rows likes, in a
-    fixed order."""
+    """part.sum(0) in `kind`, in a fixed order, fast for far more rows than columns."""
     out = torch.empty(part.shape[1], dtype=kind, device=part.device)
     _column_sums[(triton.cdiv(part.shape[1], 8),)](part, out, *part.shape, 1024, 8, num_warps=8)
     return out
@@ -516,8 +518,7 @@ def fold(
 def fold_backward(
     dw: Tensor, db: Tensor, w: Tensor, gain: Tensor, shift: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of w, gain and shift from those of the folded matrix and bias; the bias's own is
-    db."""
+    """Gradients of w, gain and shift from those of the folded matrix and bias."""
     tile = _tile(w.shape[1])
     programs = triton.cdiv(w.shape[0], tile["R"])
     dw_out, sums = torch.empty_like(w), w.new_empty(programs, 2, w.shape[1])

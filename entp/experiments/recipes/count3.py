@@ -1,180 +1,242 @@
 """Figure "Training loss and sequence accuracy curve for Count3": can each architecture learn it,
 and how fast?
 
-Arms without a remark have the paper's settings. The fast ones keep the architecture, the data and
-the exact objective, and choose optimizer, batch and schedule freely; decoders get the wall-clock
-that ENTP takes on an H200, and the sequences that ENTP from scratch reads, with its settings ("as
-many steps") and with those that suit decoders ("as many sequences"). "Decoder first" begins with a
-decoder, in which ever more tokens see later ones, for a run's first minutes: ENTP's steps cost
-several times a decoder's.
+The factor `training`:
+  paper           the paper's settings
+  tuned           its architecture, data and exact objective, with optimizer, batch size and
+                  schedule tuned; decoders get the wall-clock of ENTP's curriculum on an H200
+  curriculum      ENTP whose first steps are a decoder's, in which ever more tokens see later ones
+  matched steps   a decoder that reads what tuned ENTP reads, with its settings
+  matched data    a decoder that reads as many sequences, with settings that suit decoders
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
-from entp.config import Mode, OptimConfig, Run, TrainConfig, model_for
-from entp.experiments.paper_curves import COUNT3
-from entp.experiments.recipe import PaperValue, Recipe
+from entp.config import (
+    BatchScheduleConfig,
+    EmaConfig,
+    ImportanceConfig,
+    Mode,
+    OptimConfig,
+    Run,
+    TrainConfig,
+    model_for,
+)
+from entp.experiments.recipe import Arm, Check, Figure, PaperValue, Recipe
 from entp.experiments.settings import (
     AT_ONCE,
     MANY,
-    decoder_first,
-    fast_decoder,
-    fast_optim,
-    tiny_start,
+    entp_after_curriculum,
+    tiny_curriculum,
+    tuned_decoder,
+    tuned_optim,
 )
+from entp.results.schema import AuthorsCurve
 from entp.tasks.counting import Count3
 
 TASK = Count3()
-PAPER_ARMS: dict[str, tuple[Mode, str]] = {
-    "ENTP medium": ("entp", "medium"),
-    "decoder small": ("decoder", "small"),
-    "decoder medium": ("decoder", "medium"),
-    "decoder large": ("decoder", "large"),
-    "prefix decoder medium": ("prefix-lm", "medium"),
+PAPER = json.loads((Path(__file__).parents[1] / "paper" / "count3.json").read_text())
+"""The paper's numbers and the authors' curves."""
+MODES: dict[str, Mode] = {
+    "ENTP": "entp",
+    "decoder": "decoder",
+    "prefix-lm decoder": "prefix-lm",
 }
-CURVES = "authors' published Count3 curves, 150k steps"
-SCRATCH_STEPS = 43_000
-"""25,000 of 64 sequences, then 256 each: 78 % of sequences; 57,000 of 64 each gave 50 %
+"""Factor to mode."""
+SCRATCH_STEPS, LATE_STEP = 43_000, 25_000
+"""25,000 steps of 64 sequences, then of 256: test exact match .78; 57,000 of 64 each gave .50
 (docs/LOG.md)."""
-TARGET = 0.99
-"""ENTP from scratch stops when so many of 1,024 held-out sequences are wholly right."""
-START_STEPS, AFTER_STEPS = 88_000, 24_000
-"""Of ENTP after a decoder; it stops when AFTER_TARGET of 2,048 held-out sequences are wholly right,
-as seeds differ."""
-AFTER_TARGET = 0.987
-SHORT_RATE, LONG_RATE = 2e-3, 1e-3
-"""Of four rates 2e-3 is the best for a start of 16,000 steps (docs/LOG.md); the longer runs have
+SCRATCH_STOP = 0.99
+"""Tuned ENTP stops at this exact match on 1,024 validation sequences."""
+CURRICULUM_STEPS, ENTP_STEPS = 88_000, 24_000
+"""Of ENTP with a curriculum, which stops at CURRICULUM_STOP on 2,048 validation sequences, as seeds
+differ."""
+CURRICULUM_STOP = 0.987
+SHORT_LR, LONG_LR = 2e-3, 1e-3
+"""Of four learning rates 2e-3 is the best for 16,000 first steps (docs/LOG.md); longer runs have
 half of it."""
-LONG_WHITEN = 100
-"""New whiteners every 1,000 steps cost more than they save (docs/LOG.md)."""
-FAST_SECONDS = 710.0
-"""For decoders: no less than the slowest seed of ENTP after a decoder took on one H200."""
+LONG_PRECONDITION = 100
+"""New preconditioners every 1,000 steps cost more than they save (docs/LOG.md)."""
+TUNED_SECONDS = 710.0
+"""For decoders: no less than the slowest seed of ENTP with a curriculum took on one H200."""
+LEARNED, NOT_LEARNED = 0.95, 0.01
+"""Exact match of an architecture that learns Count3, and of one that does not."""
 
 
 def paper_run(mode: Mode, size: str) -> Run:
-    """AdamW, 5e-4 to 5e-5, batch 64, 150,000 steps."""
+    """AdamW, 5e-4 to 5e-5, batches of 64, 150,000 steps."""
     train = TrainConfig(
         eval_every=500, eval_batches=16, checkpoint_every=5000, token_budget=AT_ONCE
     )
-    if mode != "entp":
-        train = replace(
-            train, log_every=100, checkpoint_every=10_000, token_budget=None
-        )  # about as many seconds apart
-    return Run(TASK, model_for(TASK, size), mode, steps=150_000, batch=64, train=train)
+    if mode != "entp":  # checkpoints about as many seconds apart
+        train = replace(train, log_every=100, checkpoint_every=10_000, token_budget=None)
+    return Run(TASK, model_for(TASK, size), mode, steps=150_000, batch_size=64, train=train)
 
 
-def from_scratch() -> Run:
-    """ENTP alone, with more sequences per step late, and a choice among their predictions."""
-    optim = replace(fast_optim(SCRATCH_STEPS), select=True, late_batch=MANY, late_at=25_000)
-    train = TrainConfig(
-        eval_every=1000,
-        eval_batches=16,
-        log_every=100,
-        checkpoint_every=5000,
-        token_budget=AT_ONCE,
-        target=TARGET,
-    )
+def tuned_entp() -> Run:
+    """ENTP from scratch, with more sequences per step late, and sampled targets."""
     return Run(
         TASK,
         model_for(TASK, "medium"),
         "entp",
         steps=SCRATCH_STEPS,
-        batch=64,
-        optim=optim,
-        train=train,
+        batch_size=64,
+        optim=tuned_optim(SCRATCH_STEPS),
+        train=TrainConfig(
+            eval_every=1000,
+            eval_batches=16,
+            log_every=100,
+            checkpoint_every=5000,
+            token_budget=AT_ONCE,
+            stop_at=SCRATCH_STOP,
+        ),
+        ema=EmaConfig(1000),
+        importance=ImportanceConfig(),
+        batch_schedule=BatchScheduleConfig(LATE_STEP, MANY),
     )
 
 
-def as_many_steps() -> Run:
-    """A decoder that reads what ENTP from scratch reads, with its optimizer: who needs fewer
-    sequences?"""
-    run = from_scratch()
+def matched_steps() -> Run:
+    """A decoder that reads what tuned ENTP reads, with its optimizer: who needs fewer sequences?"""
+    run = tuned_entp()
     train = replace(run.train, checkpoint_every=10_000, token_budget=None)
-    return replace(run, mode="decoder", optim=replace(run.optim, select=False), train=train)
+    return replace(run, mode="decoder", importance=None, train=train)
 
 
-def as_many_sequences() -> Run:
+def matched_data() -> Run:
     """The same sequences, but MANY in every step, and fewer steps: what suits decoders."""
-    steps = from_scratch().sequences_by(SCRATCH_STEPS) // MANY
-    return replace(
-        fast_decoder(TASK, steps), optim=replace(fast_optim(steps, SHORT_RATE), whiten=LONG_WHITEN)
-    )
+    sequences = LATE_STEP * 64 + (SCRATCH_STEPS - LATE_STEP) * MANY
+    steps = sequences // MANY
+    optim = replace(tuned_optim(steps, SHORT_LR), precondition_every=LONG_PRECONDITION)
+    return replace(tuned_decoder(TASK, steps), optim=optim)
 
 
-def after_a_start() -> Run:
+def curriculum_entp() -> Run:
     """ENTP after a decoder, until it has learned its task."""
-    run = decoder_first(TASK, START_STEPS, AFTER_STEPS, LONG_RATE)
+    run = entp_after_curriculum(TASK, CURRICULUM_STEPS, ENTP_STEPS, LONG_LR)
+    assert run.curriculum is not None
     return replace(
         run,
-        optim=replace(run.optim, whiten=LONG_WHITEN),
-        train=replace(run.train, eval_batches=4, target=AFTER_TARGET),
-        start=replace(run.start, even=True),
+        optim=replace(run.optim, precondition_every=LONG_PRECONDITION),
+        train=replace(run.train, eval_batches=4, stop_at=CURRICULUM_STOP),
+        curriculum=replace(run.curriculum, uniform_lengths=True),
     )
 
 
-def for_as_long(mode: Mode) -> Run:
+def tuned_for(mode: Mode) -> Run:
     """A decoder with the wall-clock that ENTP takes on an H200, however many steps that are."""
-    run = fast_decoder(TASK, 10**7, mode)
-    optim = replace(fast_optim(run.steps, LONG_RATE), decay="seconds", whiten=LONG_WHITEN)
-    return replace(run, optim=optim, train=replace(run.train, max_seconds=FAST_SECONDS))
+    run = tuned_decoder(TASK, 10**7, mode)
+    optim = tuned_optim(run.steps, LONG_LR)
+    optim = replace(optim, decay_by="seconds", precondition_every=LONG_PRECONDITION)
+    return replace(run, optim=optim, train=replace(run.train, max_seconds=TUNED_SECONDS))
 
 
-def tiny(run: Run) -> Run:
+def tiny_run(run: Run) -> Run:
     """Count3 of 12 integers for a model of 2 layers."""
-    task = Count3(prompt_length=6, length=12, values=12)
+    task = Count3(prompt_length=6, length=12, num_values=12)
     return replace(
         run,
         task=task,
         model=model_for(task, "small", layers=2, heads=2, width=32),
-        steps=60,
-        batch=32,
-        optim=OptimConfig(run.optim.name, max_lr=3e-3, min_lr=3e-4, warmup=10, decay_steps=60),
-        train=TrainConfig(eval_every=20, eval_batches=4, checkpoint_every=20),
-        start=tiny_start(run),
+        steps=30,
+        batch_size=16,
+        optim=OptimConfig(run.optim.name, lr=3e-3, min_lr=3e-4, warmup_steps=5, decay_steps=30),
+        train=TrainConfig(eval_every=10, eval_batches=2, checkpoint_every=10),
+        ema=None,
+        importance=None,
+        batch_schedule=None,
+        curriculum=tiny_curriculum(run, 15),
     )
 
 
+def paper_values(model: str) -> Mapping[str, PaperValue]:
+    """What the paper has of a model, such as "ENTP medium"."""
+    values = PAPER["values"].get(model, {})
+    return {metric: PaperValue(value, PAPER["source"]) for metric, value in values.items()}
+
+
+def paper_arm(mode: str, size: str) -> Arm:
+    return Arm(
+        paper_run(MODES[mode], size),
+        paper=paper_values(f"{mode} {size}"),
+        mode=mode,
+        size=size,
+        training="paper",
+    )
+
+
+def medium_arm(run: Run, mode: str, training: str, seeds: tuple[int, ...] = (0,)) -> Arm:
+    return Arm(run, seeds, mode=mode, size="medium", training=training)
+
+
+DECODERS = ["decoder", "prefix-lm decoder"]
 RECIPE = Recipe(
     name="count3",
     title='Figure "Training loss and sequence accuracy curve for Count3"',
     question="Which architectures learn Count3 on sequences of 64 integers?",
-    runs={
-        **{label: paper_run(mode, size) for label, (mode, size) in PAPER_ARMS.items()},
-        "ENTP medium, decoder first": after_a_start(),
-        "ENTP medium, fast": from_scratch(),
-        "decoder medium, as many steps": as_many_steps(),
-        "decoder medium, as many sequences": as_many_sequences(),
-        "decoder medium, fast": for_as_long("decoder"),
-        "prefix decoder medium, fast": for_as_long("prefix-lm"),
+    arms=[
+        paper_arm("ENTP", "medium"),
+        paper_arm("decoder", "small"),
+        paper_arm("decoder", "medium"),
+        paper_arm("decoder", "large"),
+        paper_arm("prefix-lm decoder", "medium"),
+        medium_arm(curriculum_entp(), "ENTP", "curriculum", (0, 1, 2)),
+        medium_arm(tuned_entp(), "ENTP", "tuned"),
+        medium_arm(matched_steps(), "decoder", "matched steps"),
+        medium_arm(matched_data(), "decoder", "matched data", (0, 1, 2)),
+        medium_arm(tuned_for("decoder"), "decoder", "tuned", (0, 1)),
+        medium_arm(tuned_for("prefix-lm"), "prefix-lm decoder", "tuned"),
+    ],
+    tiny_run=tiny_run,
+    tiny_arms={
+        "mode": ["ENTP", "prefix-lm decoder"],
+        "size": "medium",
+        "training": ["paper", "curriculum"],
     },
-    metrics=("sequence_accuracy", "token_accuracy", "loss"),
-    paper={
-        "ENTP medium": {"sequence_accuracy": PaperValue(0.991, CURVES)},
-        "decoder small": {
-            "sequence_accuracy": PaperValue(0.0, CURVES),
-            "token_accuracy": PaperValue(0.247, CURVES),
-        },
-        "decoder medium": {
-            "sequence_accuracy": PaperValue(0.0, CURVES),
-            "token_accuracy": PaperValue(0.706, CURVES),
-        },
-        "decoder large": {
-            "sequence_accuracy": PaperValue(0.0, CURVES),
-            "token_accuracy": PaperValue(0.755, CURVES),
-        },
-    },
-    shrink=tiny,
-    seeds={
-        "ENTP medium, decoder first": (0, 1, 2),
-        "decoder medium, as many sequences": (0, 1, 2),
-        "decoder medium, fast": (0, 1),
-    },
-    curves=COUNT3,
-    alone=1024,
-    few=("ENTP medium", "prefix decoder medium", "ENTP medium, decoder first"),
-    missing={
+    figure=Figure("curves", y=("loss", "token_accuracy", "exact_match")),
+    reproduced_if=(
+        "Written after these runs. The paper's two findings: ENTP learns Count3 (exact match of at "
+        "least 0.95), and decoders do not (at most 0.01), with the paper's training and with any "
+        "other."
+    ),
+    checks=(
+        Check(
+            "ENTP learns Count3 with the paper's training",
+            {"mode": "ENTP", "training": "paper"},
+            "exact_match",
+            "at least",
+            LEARNED,
+        ),
+        Check(
+            "ENTP learns Count3 after a curriculum",
+            {"mode": "ENTP", "training": "curriculum"},
+            "exact_match",
+            "at least",
+            LEARNED,
+        ),
+        Check(
+            "decoders do not learn Count3 with the paper's training",
+            {"mode": DECODERS, "training": "paper"},
+            "exact_match",
+            "at most",
+            NOT_LEARNED,
+        ),
+        Check(
+            "decoders do not learn Count3 with tuned training",
+            {"mode": DECODERS, "training": "tuned"},
+            "exact_match",
+            "at most",
+            NOT_LEARNED,
+        ),
+    ),
+    generated_sequences=1024,
+    authors_curves={label: AuthorsCurve(**curve) for label, curve in PAPER["curves"].items()},
+    not_run={
         "BERT as ENTP": "needs pretrained weights; not part of this recipe yet",
         "Llama-3-8B, GPT-4o": "the paper's fine-tuned language models; not part of this recipe yet",
     },

@@ -79,18 +79,18 @@ class Selection:
     @cached_property
     def scored_mask(self) -> Tensor:
         """(batch, time up to the last position) on the CPU: the prefixes that are scored."""
-        wanted = torch.zeros(self.batch, max(self.positions) + 1, dtype=torch.bool)
+        mask = torch.zeros(self.batch, max(self.positions) + 1, dtype=torch.bool)
         for position, count in zip(self.positions, self.scored, strict=True):
-            wanted[:count, position] = True
-        return wanted
+            mask[:count, position] = True
+        return mask
 
     @cached_property
     def sampled_mask(self) -> Tensor:
         """(sampled, time up to the last position) on the CPU: each row the end of one prefix, the
         shortest first."""
-        wanted = torch.zeros(sum(self.sampled), max(self.positions) + 1, dtype=torch.bool)
-        wanted[torch.arange(len(wanted)), torch.tensor(self.positions)[self.position]] = True
-        return wanted
+        mask = torch.zeros(sum(self.sampled), max(self.positions) + 1, dtype=torch.bool)
+        mask[torch.arange(len(mask)), torch.tensor(self.positions)[self.position]] = True
+        return mask
 
     @cached_property
     def position(self) -> Tensor:
@@ -192,14 +192,14 @@ class Prices:
 
     @cached_property
     def carrying(self) -> np.ndarray:
-        """The share of predictions that carry the errors at each position, (sum of errors)^2 / (number
-        x sum of squares)."""
+        """The fraction of predictions that carry the errors at each position, (sum of errors)^2 /
+        (number x sum of squares)."""
         return np.divide(
             self.mean**2, self.square, out=np.ones_like(self.mean), where=self.square > 0
         )
 
     def of(self, scored: np.ndarray, sampled: np.ndarray) -> float:
-        """Cost times the square of the gradient's variance, as a share of the plain step's.
+        """Cost times the square of the gradient's variance, as a fraction of the plain step's.
 
         Cost times variance alone would not mind smaller batches; the square keeps the noise of a
         step about what it was. Taking as many as carry the errors is reckoned to have 5/4 of the
@@ -219,13 +219,13 @@ class Prices:
         )
 
     def of_guesses(self, _: np.ndarray, sampled: np.ndarray) -> float:
-        """The variance, up to a factor, if all are scored and those sampled are drawn by a decoder's
-        errors."""
+        """The variance, up to a factor, if all are scored and those sampled are drawn by a
+        decoder's errors."""
         return float((self.mean**2 / sampled).sum())
 
     def shared_out(self, take: int) -> tuple[np.ndarray, np.ndarray]:
-        """How many to try and to take at each position if all are scored and `take` sampled: at least 1,
-        at most the batch.
+        """How many to try and to take at each position if all are scored and `take` sampled: at
+        least 1, at most the batch.
 
         In proportion to the errors over the root of the length: the least variance for what they
         cost.
@@ -278,11 +278,11 @@ def errors(loss: str, outputs_MK: Tensor, targets_M: Tensor) -> Tensor:
 def probabilities(
     errors_BP: Tensor, scored_P: Tensor, sampled_P: Tensor, floor: float = FLOOR
 ) -> Tensor:
-    """(B, P) float64: each scored prediction's probability to be sampled. Those of a position add up to its
-    number, none is above 1.
+    """(B, P) float64: each scored prediction's probability to be sampled. Those of a position add
+    up to its number, none is above 1.
 
-    In proportion to the errors, but for those whose probability would be above 1: they are sampled in any
-    case.
+    In proportion to the errors, but for those whose probability would be above 1: they are sampled
+    in any case.
     """
     error = errors_BP.double()
     number = torch.arange(len(error), device=error.device)[:, None]
@@ -301,11 +301,11 @@ def probabilities(
 def draw(
     probabilities_BP: Tensor, scored_P: Tensor, position_M: Tensor, turn_M: Tensor, start_P: Tensor
 ) -> Tensor:
-    """(M,) the sequences sampled: systematic sampling at each position, from the random number start_P
-    in [0, 1).
+    """(M,) the sequences sampled: systematic sampling at each position, from the random number
+    start_P in [0, 1).
 
-    Chances are laid end to end, and whatever lies at start, start + 1, ... is sampled: each with its
-    probability, none twice.
+    Probabilities are laid end to end, and whatever lies at start, start + 1, ... is sampled: each with
+    its probability, none twice.
     """
     ends = probabilities_BP.cumsum(0)[:, position_M]
     found = (ends <= (start_P[position_M] + turn_M)[None]).sum(0)
@@ -399,8 +399,10 @@ class ImportanceSampling(Technique):
         if self.samples:
             from entp.training.plan import Plan
 
-            smallest = min(run.batch_size, Plan(run).batch_size(run.steps))
-            check_samples(self.samples, smallest, positions)
+            plan = Plan(run)
+            begins = {0, *(step for technique in plan.techniques for step in technique.changes)}
+            sizes = [plan.batch_size(step) for step in begins if plan.mode(step) == "entp"]
+            check_samples(self.samples, min(sizes), positions)
 
     def prepare(self, state: State, coming: Coming) -> None:
         """Decide how many are scored and sampled, where that is due."""
@@ -452,10 +454,10 @@ class ImportanceSampling(Technique):
         scored = score(model, how, inputs, by.scored_chunks, by.selection.as_decoder)
         found, losses = (t.index_select(1, by.positions) for t in scored)
         by.selection.update(found, by.scored)
-        chance = probabilities(found, by.scored, by.sampled, by.selection.floor)
-        sampled = draw(chance, by.scored, by.position, by.turn, start)
+        probability = probabilities(found, by.scored, by.sampled, by.selection.floor)
+        sampled = draw(probability, by.scored, by.position, by.turn, start)
         one_for = by.selection.batch / by.scored  # each one scored stands for so many
-        weights = (one_for[by.position] / chance[sampled, by.position]).to(found.dtype)
+        weights = (one_for[by.position] / probability[sampled, by.position]).to(found.dtype)
         time = by.selection.sampled_mask.shape[1]
         rows = {name: inputs[name][sampled, :time] for name in ("x", "y")}
         ids = inputs.get("position_ids")
@@ -465,6 +467,7 @@ class ImportanceSampling(Technique):
         if target_weights is not None:
             at = by.positions[by.position]
             weights = weights * target_weights[sampled, at]
+            losses = losses * target_weights.index_select(1, by.positions)
         estimate = (losses.sum(0) * one_for).sum()
         exact = not by.selection.as_decoder  # a decoder's losses are not ENTP's
         return inputs.with_arrays(

@@ -1,5 +1,4 @@
-"""Batches made ahead are the task's own, whoever makes them and whatever happens to whoever makes
-them."""
+"""Batches made ahead are the task's own, whoever makes them, and whatever happens to its maker."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ import pytest
 
 from entp.tasks.base import Batch, Split
 from entp.tasks.counting import Count3
-from entp.training import prefetch as ahead
+from entp.training import prefetch
 from entp.training.prefetch import CHUNK, Worker, batches_ahead, processes_for
 
 TASK = Count3(prompt_length=4, length=10, num_values=10)
@@ -40,19 +39,25 @@ def same(batch: Batch, step: int) -> bool:
     return np.array_equal(batch.x, wanted.x) and np.array_equal(batch.y, wanted.y)
 
 
-@pytest.mark.parametrize("processes", [0, 1, 3])
+RANGES = {
+    "none": range(0),
+    "one": range(7, 8),
+    "a chunk": range(2, 2 + CHUNK),
+    "many": range(3, 3 + 11 * CHUNK + 5),
+}
+
+
 @pytest.mark.parametrize(
-    "steps",
-    [range(0), range(7, 8), range(2, 2 + CHUNK), range(3, 3 + 11 * CHUNK + 5)],
-    ids=["none", "one", "a chunk", "many"],
+    ("steps", "processes"),
+    [*((name, 0) for name in RANGES), ("none", 1), ("one", 1), ("many", 3)],
 )
-def test_the_batches_are_the_tasks_in_order(processes: int, steps: range) -> None:
-    found = list(batches_ahead(TASK, 5, 6, steps, processes))
-    assert len(found) == len(steps)
-    assert all(same(batch, step) for batch, step in zip(found, steps, strict=True))
+def test_batches_ahead_are_the_tasks_in_order(steps: str, processes: int) -> None:
+    found = list(batches_ahead(TASK, 5, 6, RANGES[steps], processes))
+    assert len(found) == len(RANGES[steps])
+    assert all(same(batch, step) for batch, step in zip(found, RANGES[steps], strict=True))
 
 
-def test_a_dead_process_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_process_loses_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Worker] = []
 
     class Seen(Worker):
@@ -60,7 +65,7 @@ def test_a_dead_process_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(*args)  # type: ignore[arg-type]
             started.append(self)
 
-    monkeypatch.setattr(ahead, "Worker", Seen)
+    monkeypatch.setattr(prefetch, "Worker", Seen)
     steps = range(12 * CHUNK)
     stream = batches_ahead(TASK, 5, 6, steps, 2)
     found = [next(stream) for _ in range(CHUNK + 1)]
@@ -70,27 +75,33 @@ def test_a_dead_process_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [worker.process.poll() for worker in started] == [-signal.SIGKILL, 0]
 
 
-@pytest.mark.parametrize("processes", [0, 2])
-def test_an_error_of_the_task_reaches_the_caller(processes: int) -> None:
+@pytest.mark.parametrize("processes", [0, 1])
+def test_task_error_reaches_the_caller(processes: int) -> None:
     stream = batches_ahead(Slow(fails_at=CHUNK + 2), 0, 2, range(100), processes)
     with pytest.raises(ValueError, match=f"no batch {CHUNK + 2}"):
         list(stream)
 
 
-def test_a_task_of_ones_own_is_found_by_the_processes(tmp_path: Path) -> None:
+MADE_ELSEWHERE = """
+import sys
+sys.path.insert(0, "mine")
+from own_task import Mine
+from entp.training import prefetch
+task = Mine(prompt_length=4, length=10, num_values=10)
+def here(*args):
+    raise SystemExit("made here")
+prefetch.make = here
+print(len(list(prefetch.batches_ahead(task, 5, 6, range(20), 1))))
+"""
+
+
+def test_custom_task_is_found_by_processes(tmp_path: Path) -> None:
     """Its module lies beside the script, in a folder that only sys.path knows."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "own_task.py").write_text(
         "from entp.tasks.counting import Count3\n\nclass Mine(Count3):\n    pass\n"
     )
-    (tmp_path / "script.py").write_text(
-        "import sys\nsys.path.insert(0, 'mine')\nfrom own_task import Mine\nfrom entp.tasks import "
-        "ahead\n"
-        "task = Mine(prompt_length=4, length=10, num_values=10)\n"
-        "def here(*args):\n    raise SystemExit('made here')\n"
-        "ahead.make = here\n"
-        "print(len(list(ahead.batches_ahead(task, 5, 6, range(20), 1))))\n"
-    )
+    (tmp_path / "script.py").write_text(MADE_ELSEWHERE)
     done = subprocess.run(
         [sys.executable, "script.py"],
         cwd=tmp_path,
@@ -102,7 +113,7 @@ def test_a_task_of_ones_own_is_found_by_the_processes(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "20\n", "")
 
 
-def test_stopping_early_ends_the_processes() -> None:
+def test_closed_stream_ends_its_processes() -> None:
     before = set(children(os.getpid()))
     stream = batches_ahead(TASK, 5, 6, range(10**7), 2)
     next(stream)
@@ -111,7 +122,7 @@ def test_stopping_early_ends_the_processes() -> None:
     assert not set(children(os.getpid())) - before
 
 
-SCRIPT = """
+ENDLESS = """
 from entp.training.prefetch import batches_ahead
 from entp.tasks.counting import Count3
 stream = batches_ahead(Count3(), 0, 8, range(10**7), 2)
@@ -121,9 +132,9 @@ for n, batch in enumerate(stream):
 """
 
 
-def test_processes_end_with_whoever_started_them(tmp_path: Path) -> None:
+def test_processes_end_with_a_killed_parent(tmp_path: Path) -> None:
     """A script without `if __name__ == "__main__"`, killed: its processes notice, and end."""
-    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "script.py").write_text(ENDLESS)
     with subprocess.Popen(
         [sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     ) as script:
@@ -138,21 +149,21 @@ def test_processes_end_with_whoever_started_them(tmp_path: Path) -> None:
     assert not any(alive(pid) for pid in helpers)
 
 
-def test_processes_are_used_where_batches_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_cores", lambda: 32)
-    assert 7 <= processes_for(Slow(), 0, 2) <= ahead.MOST
-    monkeypatch.setattr(ahead, "_cores", lambda: 1)
+def test_slow_batches_get_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "_cores", lambda: 32)
+    assert 7 <= processes_for(Slow(), 0, 2) <= prefetch.MOST
+    monkeypatch.setattr(prefetch, "_cores", lambda: 1)
     assert processes_for(Slow(), 0, 2) == 0
 
 
-def test_a_task_that_another_process_could_not_find_stays_here(
+def test_unimportable_task_gets_no_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     @dataclass(frozen=True)
     class Local(Slow):
         pass
 
-    monkeypatch.setattr(ahead, "_cores", lambda: 32)
+    monkeypatch.setattr(prefetch, "_cores", lambda: 32)
     assert processes_for(Slow(), 0, 2) > 0
     assert processes_for(Local(), 0, 2) == 0
     monkeypatch.setattr(Slow, "__module__", "__main__")

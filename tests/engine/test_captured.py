@@ -1,5 +1,4 @@
-"""Caches at fixed shapes give the same logits as no cache; on a GPU their steps are graphs,
-recorded once and used again."""
+"""Caches at fixed shapes give the logits of no cache; on a GPU their steps are captured once."""
 
 from __future__ import annotations
 
@@ -10,9 +9,9 @@ import torch
 from random_models import random_model
 
 import entp
-from entp.engine.generation import cuda_graph as recorded
+from entp.engine.generation import cuda_graph
 from entp.engine.generation.caches import NoCache
-from entp.engine.generation.cuda_graph import DecoderStep, EntpStep, RecordedCache
+from entp.engine.generation.cuda_graph import CapturedCache, DecoderStep, EntpStep
 
 pytest.importorskip("triton")
 
@@ -32,7 +31,7 @@ def prompts(lengths: list[int], vocab: int, seed: int = 0) -> tuple[torch.Tensor
 
 @torch.no_grad()
 def worst(
-    model: entp.Transformer, cache: RecordedCache, mode: str, lengths: list[int], steps: int
+    model: entp.Transformer, cache: CapturedCache, mode: str, lengths: list[int], steps: int
 ) -> float:
     """Largest deviation of the logits from those without a cache, over a prompt and `steps` tokens."""
     vocab = model.config.vocab or 0
@@ -54,11 +53,11 @@ def test_logits_are_those_without_a_cache(
 ) -> None:
     """Prompts of different lengths, of length 1, in a step that was used before, and past the size
     of the smallest."""
-    monkeypatch.setattr(recorded, "SMALLEST", 4)
+    monkeypatch.setattr(cuda_graph, "SMALLEST", 4)
     model = random_model(**config).to(DEVICE)
     for lengths in ([5, 1, 3], [1, 1, 2], [1, 1, 1]):
         prefix = torch.tensor(lengths, device=DEVICE) if mode == "prefix-lm" else None
-        cache = RecordedCache(KINDS[mode], model, 12, prefix)
+        cache = CapturedCache(KINDS[mode], model, 12, prefix)
         assert worst(model, cache, mode, lengths, 6) < 1e-9
         assert cache.step.size in (8, 12)
 
@@ -67,7 +66,7 @@ def test_two_caches_at_once_do_not_share_a_step() -> None:
     model = random_model(layers=3).to(DEVICE)
     tokens, size = prompts([4, 2], model.config.vocab or 0)
     with torch.no_grad():
-        first, second = RecordedCache(EntpStep, model, 10), RecordedCache(EntpStep, model, 10)
+        first, second = CapturedCache(EntpStep, model, 10), CapturedCache(EntpStep, model, 10)
         a = first.prefill(tokens, size)
         second.prefill(tokens.flip(0), size.flip(0))
         assert first.step is not second.step
@@ -81,39 +80,39 @@ def test_a_step_is_used_again_and_goes_with_its_model() -> None:
     model = random_model(layers=3).to(DEVICE)
     steps = []
     for _ in range(2):
-        cache = RecordedCache(EntpStep, model, 10)
+        cache = CapturedCache(EntpStep, model, 10)
         worst(model, cache, "entp", [3, 2], 2)
         steps.append(id(cache.step))
         del cache
         gc.collect()
     assert steps[0] == steps[1]
-    assert model in RecordedCache.kept
-    before = len(RecordedCache.kept)
+    assert model in CapturedCache.kept
+    before = len(CapturedCache.kept)
     del model
     gc.collect()
-    assert len(RecordedCache.kept) < before
+    assert len(CapturedCache.kept) < before
 
 
 def test_few_and_small_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model(layers=2).to(DEVICE)
     for batch in range(1, 7):
-        worst(model, RecordedCache(EntpStep, model, 10), "entp", [2] * batch, 1)
-    assert [key.batch for key in RecordedCache.kept[model]] == [3, 4, 5, 6]
-    monkeypatch.setattr(recorded, "LARGEST_KEPT", 20)
-    worst(model, RecordedCache(EntpStep, model, 10), "entp", [2] * 7, 1)
-    assert [key.batch for key in RecordedCache.kept[model]] == [3, 4, 5, 6]
+        worst(model, CapturedCache(EntpStep, model, 10), "entp", [2] * batch, 1)
+    assert [key.batch for key in CapturedCache.kept[model]] == [3, 4, 5, 6]
+    monkeypatch.setattr(cuda_graph, "LARGEST_KEPT", 20)
+    worst(model, CapturedCache(EntpStep, model, 10), "entp", [2] * 7, 1)
+    assert [key.batch for key in CapturedCache.kept[model]] == [3, 4, 5, 6]
 
 
 def test_weights_that_moved_are_noticed() -> None:
     model = random_model(layers=2).to(DEVICE)
-    cache = RecordedCache(EntpStep, model, 8)
+    cache = CapturedCache(EntpStep, model, 8)
     worst(model, cache, "entp", [2], 2)
     old = cache.step
     del cache
     gc.collect()
     for p in model.parameters():
         p.data = p.data * 1.5  # new memory, new values
-    cache = RecordedCache(EntpStep, model, 8)
+    cache = CapturedCache(EntpStep, model, 8)
     assert worst(model, cache, "entp", [2], 2) < 1e-9
     assert cache.step is not old
 
@@ -127,7 +126,7 @@ def test_graphs_follow_weights_that_change_in_place(mode: str) -> None:
             for p in model.parameters():
                 p.mul_(scale)
         prefix = torch.tensor([5, 3], device=DEVICE) if mode == "prefix-lm" else None
-        cache = RecordedCache(KINDS[mode], model, 16, prefix)
+        cache = CapturedCache(KINDS[mode], model, 16, prefix)
         assert worst(model, cache, mode, [5, 3], 8) < 1e-9
         assert cache.step.graph is not None
 

@@ -1,0 +1,207 @@
+"""What runs left, gathered into a record: from run folders, and from records of other machines.
+
+Runs are found by their configuration, never by a name: a folder or a record from before an arm got
+its label is found as well.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from entp.config import Run
+from entp.config.json import config_hash, read_run, run_from_json, run_to_json
+from entp.errors import InputError
+from entp.experiments.recipe import ArmRun
+from entp.files import parse_json, write_file
+from entp.results.environment import read_environment
+from entp.results.schema import Environment, Point, Record, RunRecord, RunTest, parse
+from entp.results.store import better_run, compact_json
+from entp.results.upgrade import upgrade_test
+from entp.training.loggers import read_metrics
+from entp.training.plan import Plan
+
+POINTS = 160
+"""Evaluations of a run that a record keeps at most, evenly spread."""
+TEST, OLD_TEST = "test.json", "final.json"
+Kept = dict[str, RunRecord]
+"""Recorded runs by the hash of their configuration."""
+Rows = list[dict[str, Any]]
+
+
+def find_folder(arm: ArmRun, root: Path) -> Path:
+    """The folder below `root` that holds this run under any name, or the name that it will get."""
+    plain = re.sub(r"[^A-Za-z0-9]+", "-", arm.label).strip("-")
+    new = root / f"{plain}-{arm.hash}"
+    found = [path for path in sorted(root.glob("*/config.json")) if _hash(path) == arm.hash]
+    if not found or new / "config.json" in found:
+        return new
+    return found[0].parent
+
+
+def _hash(path: Path) -> str | None:
+    return _hash_at(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=4096)
+def _hash_at(path: Path, _changed: int) -> str | None:
+    """The hash of a config.json; None, with a warning, for one that cannot be read."""
+    try:
+        return config_hash(read_run(path))
+    except InputError as error:
+        print(f"{path.parent} is passed over: {error}", file=sys.stderr)
+        return None
+
+
+def read_test(folder: Path, run: Run) -> RunTest | None:
+    """What was measured of a run's best checkpoint; None if that has to be done, or done again
+    because the file is damaged."""
+    for name in (TEST, OLD_TEST):
+        try:
+            found = parse_json((folder / name).read_text())
+            return parse(RunTest, upgrade_test(found, run.batch_size))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
+def write_test(folder: Path, test: RunTest) -> None:
+    data = test.model_dump(mode="json", exclude_defaults=True)
+    write_file(folder / TEST, f"{compact_json(data)}\n".encode())
+
+
+def collect(blank: Record, arms: list[ArmRun], root: Path, kept: Kept) -> Record:
+    """The record with every run that its folder holds or that was kept, whichever is better."""
+    found: dict[str, list[RunRecord]] = {label: [] for label in blank.arms}
+    for arm in arms:
+        run = better_run(read_folder(arm, root), kept.get(arm.hash))
+        if run is not None:
+            found[arm.label].append(run)
+    filled = {
+        label: arm.model_copy(update={"runs": found[label]}) for label, arm in blank.arms.items()
+    }
+    return blank.model_copy(update={"arms": filled})
+
+
+def match_runs(record: Record, arms: list[ArmRun], path: Path, quiet: bool = False) -> Kept:
+    """The runs of a record that are runs of these arms, whatever their labels; others are named on
+    standard error."""
+    ours = {arm.hash: arm for arm in arms}
+    kept: Kept = {}
+    for label, run in ((label, run) for label, arm in record.arms.items() for run in arm.runs):
+        config = run_from_json(run.config, str(path))
+        arm = ours.get(config_hash(config))
+        if arm is not None:
+            found = better_run(kept.get(arm.hash), _renewed(run, config))
+            kept |= {arm.hash: found} if found is not None else {}
+        elif not quiet:
+            print(
+                f"{path}: {label}, seed {run.seed} has other settings than now, and is left out.",
+                file=sys.stderr,
+            )
+    return kept
+
+
+def _renewed(run: RunRecord, config: Run) -> RunRecord:
+    """A recorded run with the hash and the caveats that it has today."""
+    caveats = config.task.caveats(run.sequences)
+    return run.model_copy(update={"config_hash": config_hash(config), "caveats": caveats})
+
+
+def add_metrics(blank: Record, kept: Record) -> Record:
+    """The record with metrics that only kept runs have measured as well."""
+    known = {metric.name for metric in blank.metrics}
+    more = [metric for metric in kept.metrics if metric.name not in known]
+    return blank.model_copy(update={"metrics": [*blank.metrics, *more]})
+
+
+def read_folder(arm: ArmRun, root: Path) -> RunRecord | None:
+    """One seed of an arm as its folder tells it; None before its first evaluation."""
+    folder, run = find_folder(arm, root), arm.run
+    rows = read_metrics(folder)
+    environment = parse(Environment, read_environment(folder))
+    first = environment.forked.step if environment.forked is not None else -1
+    evaluations = [row for row in rows if row["kind"] == "eval" and row["step"] > first]
+    steps = [row for row in rows if row["kind"] == "train"]
+    if not evaluations or not steps:
+        if any((folder / name).exists() for name in (TEST, OLD_TEST)):
+            raise InputError(
+                f"{folder} has been tested, but its metrics.jsonl holds no evaluation: put it "
+                "back, or remove the folder to train this run again."
+            )
+        return None
+    plan, last = Plan(run), steps[-1]
+    sequences = plan.sequences_by(last["step"])
+    return RunRecord(
+        seed=run.seed,
+        status=_status(run, evaluations, last),
+        best=_best(run, evaluations),
+        test=read_test(folder, run),
+        n=evaluations[-1]["n"],
+        steps=last["step"],
+        sequences=sequences,
+        seconds=last["seconds"],
+        curve=_curve(plan, evaluations, steps),
+        config_hash=arm.hash,
+        config=run_to_json(read_run(folder / "config.json")),
+        environment=environment,
+        caveats=run.task.caveats(sequences),
+    )
+
+
+def _status(run: Run, evaluations: Rows, last: dict[str, Any]) -> str:
+    """ "done" at the last step or second, once that is evaluated, and where the run may stop."""
+    limit = run.train.max_seconds
+    over = last["step"] >= run.steps or (limit is not None and last["seconds"] >= limit)
+    evaluated = evaluations[-1]["step"] >= last["step"]
+    if (over and evaluated) or any(_reached(run, row) for row in evaluations):
+        return "done"
+    return f"{last['step']} of {run.steps} steps"
+
+
+def _reached(run: Run, row: dict[str, Any]) -> bool:
+    """Whether an evaluation is as good as the run is to become."""
+    goal = run.train.stop_at
+    metric = next(metric for metric in run.task.metrics if metric.name == run.monitor)
+    return goal is not None and run.monitor in row and metric.reached(row[run.monitor], goal)
+
+
+def _best(run: Run, evaluations: Rows) -> dict[str, float]:
+    """Of each metric the best value of all evaluations."""
+    found = {}
+    for metric in run.task.metrics:
+        values = [row[metric.name] for row in evaluations if metric.name in row]
+        if values:
+            found[metric.name] = max(values) if metric.better == "higher" else min(values)
+    return found
+
+
+def _curve(plan: Plan, evaluations: Rows, steps: Rows) -> list[Point]:
+    """At most POINTS of the evaluations, the last one included."""
+    stride = -(-len(evaluations) // POINTS)
+    names = [metric.name for metric in plan.run.task.metrics]
+    return [
+        Point(
+            step=row["step"],
+            seconds=_seconds(row, steps),
+            sequences=plan.sequences_by(row["step"]),
+            values={name: row[name] for name in names if name in row},
+        )
+        for row in evaluations[::-1][::stride][::-1]
+    ]
+
+
+def _seconds(row: dict[str, Any], steps: Rows) -> float | None:
+    """When an evaluation was made: as it says, or between the training rows beside it; None where
+    there are none."""
+    if "seconds" in row:
+        return float(row["seconds"])
+    at, known = [one["step"] for one in steps], [one["seconds"] for one in steps]
+    if not at[0] <= row["step"] <= at[-1]:
+        return None
+    return float(np.interp(row["step"], at, known))

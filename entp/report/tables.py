@@ -1,0 +1,261 @@
+"""Tables of a record, for the terminal and for Markdown pages.
+
+A table is a head and rows of plain texts; `format_table` prints it, `markdown_table` escapes it.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from entp.results.schema import ArmRecord, Estimate, Factor, MetricSpec, Record
+from entp.results.summary import best, estimate, run_totals, sliced, status
+from entp.terminal import format_table
+
+NONE = "-"
+MOST_BINS = 20
+"""Bins of a slice that a table shows; of more, only the figure tells."""
+
+
+class TableText(NamedTuple):
+    head: list[str]
+    rows: list[list[str]]
+
+
+def record_table(record: Record) -> str:
+    """The table paper | ours for the terminal, and the verdict; a dash where there is no number."""
+    shown = arms_table(record)
+    parts = [format_table(shown.head, shown.rows)]
+    if record.verdict is not None:
+        parts.append(f"verdict: {record.verdict.verdict}")
+        parts += [f"  {one.outcome}: {one.says}" for one in record.verdict.checks]
+    parts += [f"not run: {label} ({why})" for label, why in record.not_run.items()]
+    return "\n".join(parts)
+
+
+def arms_table(record: Record) -> TableText:
+    """A row for each arm: validation and test values of all metrics beside the paper's."""
+    first = record.metrics[0]
+    told = {name for arm in record.arms.values() for name in arm.paper}
+    head = ["arm", "status", "seeds", "steps", "seconds"]
+    for metric in record.metrics:
+        head += [f"{_title(metric)}: {part}" for part in _parts(metric, told)]
+    generated = _any_generated(record)
+    head += [f"95 % interval of test {_title(first)}"]
+    head += [f"generated {_title(first)}"] if generated else []
+    rows = [_arm_row(record, label, told, generated) for label in record.arms]
+    return TableText(head, rows)
+
+
+def _title(metric: MetricSpec) -> str:
+    return metric.name.replace("_", " ")
+
+
+def _parts(metric: MetricSpec, told: set[str]) -> list[str]:
+    """Columns of a metric; none for a paper that says nothing about it."""
+    return ["paper", "validation", "test"] if metric.name in told else ["validation", "test"]
+
+
+def _any_generated(record: Record) -> bool:
+    runs = [run for arm in record.arms.values() for run in arm.runs]
+    return any(run.test is not None and run.test.generated is not None for run in runs)
+
+
+def _arm_row(record: Record, label: str, told: set[str], generated: bool) -> list[str]:
+    arm, first = record.arms[label], record.metrics[0]
+    row = [label, status(arm), str(len(arm.runs))]
+    row += [span([run.steps for run in arm.runs]), span([round(r.seconds) for r in arm.runs])]
+    for metric in record.metrics:
+        paper = arm.paper.get(metric.name)
+        if metric.name in told:
+            row.append(NONE if paper is None else f"{paper.value:.4g}")
+        row.append(mean_text(best(arm, metric.name), metric))
+        row.append(mean_text(estimate(record, arm, metric.name), metric))
+    row.append(interval_text(estimate(record, arm, first.name), first))
+    if generated:
+        row.append(mean_text(estimate(record, arm, first.name, "generated"), first))
+    return row
+
+
+def span(values: list[int]) -> str:
+    """The least and the most, if they differ."""
+    if not values:
+        return NONE
+    return " to ".join(f"{value:,}" for value in sorted({min(values), max(values)}))
+
+
+def mean_text(found: Estimate | None, metric: MetricSpec) -> str:
+    return NONE if found is None else number(found.mean, metric)
+
+
+def interval_text(found: Estimate | None, metric: MetricSpec) -> str:
+    """An interval and what it is over."""
+    if found is None or found.interval is None:
+        return NONE if found is None else found.basis
+    low, high = (number(end, metric) for end in found.interval)
+    return f"{low} to {high}, {found.basis}"
+
+
+def number(value: float, metric: MetricSpec) -> str:
+    """A value of a metric; 0 and 1 without decimals where they are exact."""
+    if value in (0, 1):
+        return f"{value:.0f}"
+    if metric.better == "higher" and abs(value) <= 1:
+        return f"{value:.4f}"
+    return f"{value:#.3g}"
+
+
+def grid_table(record: Record) -> TableText | None:
+    """The arms as the record's table arranges them, the test value of each metric in a cell; None
+    where it asks for a row per arm."""
+    if record.table is None or not record.table.rows:
+        return None
+    rows = _grouped(record, record.table.rows)
+    if not _is_factors(record, record.table.columns):
+        return None
+    columns = list(_grouped(record, record.table.columns))
+    metrics = [record.metric(name) for name in _cells(record)]
+    body = []
+    for row, arms in rows.items():
+        cells = []
+        for column in columns:
+            mine = [a for a in arms if _values(a, record.table.columns) == column]
+            cells.append("; ".join(_cell(record, arm, metrics) for arm in mine) or NONE)
+        body.append([_in_words(record.table.rows, row), *cells])
+    head = [_in_words(record.table.columns, column) for column in columns]
+    return TableText(["", *head], body)
+
+
+def _cells(record: Record) -> Sequence[str]:
+    named = record.table.cells if record.table is not None else ()
+    return named or (record.metrics[0].name,)
+
+
+def _is_factors(record: Record, names: Sequence[str]) -> bool:
+    return all(any(name in arm.factors for arm in record.arms.values()) for name in names)
+
+
+def _grouped(record: Record, names: Sequence[str]) -> dict[tuple[Factor, ...], list[ArmRecord]]:
+    """Arms by their values of these factors."""
+    found: dict[tuple[Factor, ...], list[ArmRecord]] = {}
+    for arm in record.arms.values():
+        found.setdefault(_values(arm, names), []).append(arm)
+    return found
+
+
+def _values(arm: ArmRecord, names: Sequence[str]) -> tuple[Factor, ...]:
+    return tuple(arm.factors.get(name, "") for name in names)
+
+
+def _in_words(names: Sequence[str], values: tuple[Factor, ...]) -> str:
+    found = []
+    for name, value in zip(names, values, strict=True):
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        found.append(text if isinstance(value, str) else f"{name.replace('_', ' ')} {text}")
+    return ", ".join(found)
+
+
+def _cell(record: Record, arm: ArmRecord, metrics: list[MetricSpec]) -> str:
+    """ "0.851 (0.835 to 0.866), token accuracy 0.978"."""
+    first, *others = metrics
+    found = estimate(record, arm, first.name)
+    if found is None:
+        return status(arm)
+    text = number(found.mean, first)
+    if found.interval is not None:
+        low, high = (number(end, first) for end in found.interval)
+        text += f" ({low} to {high})"
+    for metric in others:
+        text += f", {_title(metric)} {mean_text(estimate(record, arm, metric.name), metric)}"
+    done = status(arm)
+    return text if done == "done" else f"{text}, {done}"
+
+
+def slice_tables(record: Record) -> dict[str, TableText]:
+    """For each metric and slice of few bins, "exact match by digits": arms by bins."""
+    found = {}
+    for metric in record.metrics:
+        for by in metric.slices:
+            shown = _slice_table(record, metric, by)
+            if shown is not None:
+                found[f"{_title(metric)} by {by}"] = shown
+    return found
+
+
+def _slice_table(record: Record, metric: MetricSpec, by: str) -> TableText | None:
+    bins = {label: sliced(record, arm, metric.name, by) for label, arm in record.arms.items()}
+    keys = list(dict.fromkeys(key for found in bins.values() for key in found))
+    if not 0 < len(keys) <= MOST_BINS:
+        return None
+    keys.sort(key=_in_order)
+    rows = [
+        [label, *(mean_text(found.get(key), metric) for key in keys)]
+        for label, found in bins.items()
+        if found
+    ]
+    return TableText(["arm", *keys], rows)
+
+
+def _in_order(key: str) -> tuple[bool, float, str]:
+    """Numbers by size, then texts."""
+    try:
+        return False, float(key), ""
+    except ValueError:
+        return True, 0.0, key
+
+
+def seeds_table(record: Record) -> TableText | None:
+    """What each seed has on test sequences, for arms of several; None without such arms."""
+    first = record.metrics[0]
+    rows = []
+    for label, arm in record.arms.items():
+        for run in arm.runs if len(arm.runs) > 1 else []:
+            tested, generated = run_totals(record, run), run_totals(record, run, "generated")
+            values = [
+                NONE
+                if totals is None or first.name not in totals.all
+                else number(totals.value(first.name), first)
+                for totals in (tested, generated)
+            ]
+            n = NONE if tested is None else f"{tested.sequences:,}"
+            rows.append([label, str(run.seed), *values, n, f"{run.seconds:.0f}"])
+    title = _title(first)
+    head = ["arm", "seed", f"test {title}", f"generated {title}", "test sequences", "seconds"]
+    return TableText(head, rows) if rows else None
+
+
+def baselines_table(record: Record) -> TableText | None:
+    """Test values of answers without a model; arms with the same ones share a row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for label, arm in record.arms.items():
+        for run in arm.runs[:1]:
+            for name, data in (run.test.baselines if run.test is not None else {}).items():
+                totals = data.totals(record.metrics)
+                cells = [
+                    number(totals.value(m.name), m) if m.name in totals.all else NONE
+                    for m in record.metrics
+                ]
+                rows.setdefault((name, *cells), []).append(label)
+    head = ["baseline", *(_title(metric) for metric in record.metrics), "arms"]
+    if not rows:
+        return None
+    return TableText(head, [[*row, "; ".join(arms)] for row, arms in rows.items()])
+
+
+def markdown_table(table: TableText) -> list[str]:
+    """Lines of Markdown, every text escaped."""
+    lines = [_line(table.head), _line(["---"] * len(table.head))]
+    return lines + [_line(row) for row in table.rows]
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cell if cell == '---' else escape(cell) for cell in cells)} |"
+
+
+def escape(text: str) -> str:
+    """A text that Markdown and HTML show as it is, on one line."""
+    flat = " ".join(text.split())
+    marked = re.sub(r"([\\`*_\[\]|#~!$])", r"\\\1", flat)
+    return html.escape(marked, quote=False)

@@ -1,0 +1,91 @@
+"""Runs that the tests of configurations share."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from entp.config import (
+    BatchScheduleConfig,
+    CurriculumConfig,
+    EmaConfig,
+    ImportanceConfig,
+    OptimConfig,
+    Run,
+    TrainConfig,
+    model_for,
+)
+from entp.config.json import run_to_json
+from entp.tasks.addition import Addition
+from entp.tasks.counting import Count2, Count3, Match3
+from entp.tasks.pointers import Chase
+
+DEFAULTS = Run(Count3(), model_for(Count3()))
+TECHNIQUES = Run(
+    Count3(),
+    model_for(Count3()),
+    ema=EmaConfig(4),
+    importance=ImportanceConfig(200, "decoder"),
+    batch_schedule=BatchScheduleConfig(800, 32),
+    curriculum=CurriculumConfig(600, "random-prefix", 16, 1e-3, uniform_lengths=True),
+)
+SMALL = Count2(4, 9, 5)
+ALL_SET = Run(
+    SMALL,
+    model_for(
+        SMALL,
+        "small-deep",
+        norm="none",
+        activation="relu",
+        position_embedding="none",
+        attention_scale="one",
+    ),
+    mode="prefix-lm",
+    steps=7,
+    batch_size=3,
+    seed=11,
+    optim=OptimConfig(
+        "muon",
+        lr=0.1,
+        min_lr=0.01,
+        warmup_steps=5,
+        decay_steps=50,
+        beta1=0.8,
+        beta2=0.95,
+        grad_clip=0.0,
+        precondition_every=4,
+    ),
+    train=TrainConfig(
+        eval_every=1, monitor="loss", stop_at=0.5, impl="reference", token_budget=100
+    ),
+)
+MATCH3 = Run(
+    Match3(),
+    model_for(Match3(), "medium"),
+    mode="decoder",
+    train=TrainConfig(monitor="token_accuracy"),
+)
+RUNS = {
+    "defaults": DEFAULTS,
+    "techniques": TECHNIQUES,
+    "all set": ALL_SET,
+    "match3": MATCH3,
+    "addition": Run(Addition(), model_for(Addition())),
+    "chase": Run(Chase(), model_for(Chase()), mode="prefix-lm"),
+}
+
+
+def as_json(run: Run) -> dict[str, Any]:
+    """The run's JSON, through a text."""
+    return json.loads(json.dumps(run_to_json(run)))
+
+
+def changed(run: Run, path: str, value: Any) -> dict[str, Any]:
+    """The run's JSON with the value at a path such as model.layers replaced or added."""
+    data = as_json(run)
+    *parents, last = path.split(".")
+    inner = data
+    for name in parents:
+        inner = inner[name]
+    inner[last] = value
+    return data

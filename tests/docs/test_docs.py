@@ -1,0 +1,178 @@
+"""Documents name what exists: paths, tests, commands with their options, recipes."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from documents import (
+    DOCS,
+    DOCUMENTS,
+    EXAMPLES,
+    Command,
+    code_blocks,
+    commands_in,
+    exists,
+    looks_like_a_path,
+    paths_in,
+    rows_of,
+    spans_in,
+)
+
+import entp.cli
+from entp.bench.options import BENCHES
+from entp.cli.derive import options_of
+from entp.cli.main import COMMANDS, main
+from entp.cli.theory import THEORY
+from entp.cli.train import run_of, train_options
+from entp.experiments import RECIPES
+from entp.tasks.base import TASKS, task_class
+
+MODULES = [importlib.import_module(f"entp.cli.{m.name}") for m in pkgutil.iter_modules(entp.cli.__path__)]
+MAP = DOCS / "map.md"
+
+
+@pytest.mark.parametrize(
+    ("span", "expected"),
+    [
+        ("entp/engine/packed.py", True),
+        ("entp/engine/", True),
+        ("tests/engine/test_packed.py::test_split", True),
+        ("engine/packed.py", True),
+        ("docs/engine.md", True),
+        ("pyproject.toml", True),
+        ("runs/parity", False),
+        ("runs/first/config.json", False),
+        ("parity.py", False),
+        ("x[:, :t+1]", False),
+        ("--task.length", False),
+        ("entp train parity", False),
+    ],
+)
+def test_paths_are_told_from_other_spans(span: str, expected: bool) -> None:
+    assert looks_like_a_path(span) is expected
+
+
+def test_missing_path_or_test_is_noticed() -> None:
+    assert not exists("entp/engine/nowhere.py")
+    assert not exists("tests/engine/test_packed.py::test_that_is_not_there")
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_paths_exist(path: Path) -> None:
+    missing = [name for name in paths_in(path) if not exists(name)]
+    assert not missing, f"{path.name} names what is not there: {missing}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_and_recipes_exist(path: Path) -> None:
+    text = path.read_text()
+    commands = set(re.findall(r"(?:`|^ *)entp ([a-z]+)", text, flags=re.MULTILINE))
+    recipes = set(re.findall(r"entp reproduce ([a-z][\w-]*)(?![\w:-])", text))
+    assert commands <= set(COMMANDS)
+    assert recipes <= set(RECIPES)
+
+
+def every_option() -> set[str]:
+    """The options of all commands."""
+    kinds = [train_options(task_class(name)) for name in TASKS]
+    kinds += [*BENCHES.values(), *THEORY.values()]
+    for module in MODULES:
+        own = [kind for name, kind in vars(module).items() if name.endswith("Options")]
+        kinds += [kind for kind in own if kind.__module__ == module.__name__]
+    return {option for kind in kinds for option in options_of(kind)}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_options_exist(path: Path) -> None:
+    spans = " ".join(span for span in spans_in(path) if not re.search("pytest|pip|torchrun", span))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9.-]*[a-z0-9]", spans))
+    known = every_option() | {"--help", "--help-all", "--version"} | ALIASES
+    assert named <= known, sorted(named - known)
+
+
+ALIASES = {"--lr", "--bs", "--bf16", "--fp32", "--layers", "--warmup", "--wandb"}
+
+
+class Parsed(Exception):
+    """The options of a command, in place of running it."""
+
+
+@pytest.fixture
+def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files of docs/add-a-task.md, which is the current one."""
+    for name, source in zip(EXAMPLES, code_blocks(DOCS / "add-a-task.md", "python"), strict=True):
+        (tmp_path / name).write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in EXAMPLES:
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "docs").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def only_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands end with an exception once their words are parsed."""
+    for module in MODULES:
+        if hasattr(module, "parse"):
+            monkeypatch.setattr(module, "parse", parse_and_stop(module.parse))
+
+
+def parse_and_stop(parse: Any) -> Any:
+    def stop(*args: Any, **options: Any) -> Any:
+        raise Parsed(parse(*args, **options))
+
+    return stop
+
+
+def from_the_map() -> list[Command]:
+    """The commands of docs/map.md, with a name in place of TASK and RUN."""
+    spans = [span for row in rows_of(MAP, "paper") for span in re.findall(r"`(entp [^`]+)`", row[3])]
+    lines = [span.replace("TASK", "count3").replace("RUN", "runs/first") for span in set(spans)]
+    return [Command(MAP.name, line) for line in sorted(lines)]
+
+
+ALL = [*(command for path in DOCUMENTS for command in commands_in(path)), *from_the_map()]
+
+
+@pytest.mark.usefixtures("examples", "only_parse")
+@pytest.mark.parametrize("command", sorted(set(ALL)), ids=lambda command: command.line[:60])
+def test_command_parses(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(command.line, comments=True)
+    assert words[0] == "entp"
+    try:
+        code = main(words[1:])
+    except Parsed as parsed:
+        if words[1] == "train":
+            run_of(parsed.args[0])
+    else:
+        assert code == 0, f"{command.document}: {capsys.readouterr().err}"
+
+
+def test_command_with_unknown_option_is_noticed(
+    only_parse: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", "runs/first", "--speed", "3"]) == 2
+    assert "--speed" in capsys.readouterr().err
+
+
+def test_map_rows_have_a_status() -> None:
+    rows = rows_of(MAP, "paper")
+    assert len(rows) > 40
+    for row in rows:
+        assert len(row) == 5, row
+        assert re.match(r"(done|not yet)\b", row[4]), row
+        if row[4].startswith("done"):
+            assert row[1], f"{row[0]} is done, but no file is named"
+
+
+def test_map_names_every_recipe() -> None:
+    assert set(re.findall(r"entp reproduce ([a-z][\w-]*)", MAP.read_text())) == set(RECIPES)

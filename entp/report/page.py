@@ -26,6 +26,7 @@ from entp.report.tables import (
 )
 from entp.results.schema import ArmRecord, Record
 from entp.results.store import complete, find_records
+from entp.results.summary import estimate
 
 HEAD = """# Results
 
@@ -123,11 +124,14 @@ def _about_grid(record: Record) -> str:
     """What the cells of a grid are."""
     names = record.table.cells if record.table is not None else ()
     first, *others = names or (record.metrics[0].name,)
-    text = f"Test {first.replace('_', ' ')} with its 95 % interval"
+    text = f"Test {first.replace('_', ' ')}"
+    found = [estimate(record, arm, first) for arm in record.arms.values()]
+    basis = {one.basis for one in found if one is not None and one.interval is not None}
+    if basis:
+        text += f" with its 95 % interval ({'; '.join(sorted(basis))})"
     if others:
         text += f", and {', '.join(others).replace('_', ' ')}"
-    several = any(len(arm.runs) > 1 for arm in record.arms.values())
-    return f"{text}; over seeds." if several else f"{text}; one seed, test sampling only."
+    return f"{text}."
 
 
 def _caveats(record: Record) -> list[str]:

@@ -39,7 +39,7 @@ def draw_panel(axis: Any, record: Record, spec: Figure, panel: Panel) -> None:
     set_values_axis(axis, panel.metric, values, "test")
 
 
-FEW = 24
+FEW = 16
 """Points of a line that get markers."""
 
 

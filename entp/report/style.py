@@ -80,7 +80,7 @@ def line_styles(keys: Sequence[tuple[Factor, ...]]) -> dict[tuple[Factor, ...], 
     styles = {}
     for key in keys:
         rank = rests.index(key[1:])
-        shade = 0.35 + 0.65 * (rank + 1) / len(rests)
+        shade = 0.6 if len(rests) == 1 else 0.35 + 0.65 * rank / (len(rests) - 1)
         colour = colormaps[families[key[0]]](shade)
         styles[key] = {"color": colour, "marker": MARKERS[rank % len(MARKERS)]}
     return styles

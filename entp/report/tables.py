@@ -26,7 +26,7 @@ class TableText(NamedTuple):
 
 def record_table(record: Record) -> str:
     """The table paper | ours for the terminal, and the verdict; a dash where there is no number."""
-    shown = arms_table(record)
+    shown = arms_table(record, brief=True)
     parts = [format_table(shown.head, shown.rows)]
     if record.verdict is not None:
         parts.append(f"verdict: {record.verdict.verdict}")
@@ -35,17 +35,21 @@ def record_table(record: Record) -> str:
     return "\n".join(parts)
 
 
-def arms_table(record: Record) -> TableText:
-    """A row for each arm: validation and test values of all metrics beside the paper's."""
+def arms_table(record: Record, brief: bool = False) -> TableText:
+    """A row for each arm: validation and test values of all metrics beside the paper's.
+
+    brief: validation values only beside the paper's.
+    """
     first = record.metrics[0]
     told = {name for arm in record.arms.values() for name in arm.paper}
+    parts = {m.name: _parts(m.name in told, brief) for m in record.metrics}
     head = ["arm", "status", "seeds", "steps", "seconds"]
     for metric in record.metrics:
-        head += [f"{_title(metric)}: {part}" for part in _parts(metric, told)]
+        head += [f"{_title(metric)}: {part}" for part in parts[metric.name]]
     generated = _any_generated(record)
     head += [f"95 % interval of test {_title(first)}"]
     head += [f"generated {_title(first)}"] if generated else []
-    rows = [_arm_row(record, label, told, generated) for label in record.arms]
+    rows = [_arm_row(record, label, parts, generated) for label in record.arms]
     return TableText(head, rows)
 
 
@@ -53,9 +57,11 @@ def _title(metric: MetricSpec) -> str:
     return metric.name.replace("_", " ")
 
 
-def _parts(metric: MetricSpec, told: set[str]) -> list[str]:
+def _parts(told: bool, brief: bool) -> list[str]:
     """Columns of a metric; none for a paper that says nothing about it."""
-    return ["paper", "validation", "test"] if metric.name in told else ["validation", "test"]
+    if told:
+        return ["paper", "validation", "test"]
+    return ["test"] if brief else ["validation", "test"]
 
 
 def _any_generated(record: Record) -> bool:
@@ -63,16 +69,18 @@ def _any_generated(record: Record) -> bool:
     return any(run.test is not None and run.test.generated is not None for run in runs)
 
 
-def _arm_row(record: Record, label: str, told: set[str], generated: bool) -> list[str]:
+def _arm_row(record: Record, label: str, parts: dict[str, list[str]], generated: bool) -> list[str]:
     arm, first = record.arms[label], record.metrics[0]
     row = [label, status(arm), str(len(arm.runs))]
     row += [span([run.steps for run in arm.runs]), span([round(r.seconds) for r in arm.runs])]
     for metric in record.metrics:
         paper = arm.paper.get(metric.name)
-        if metric.name in told:
-            row.append(NONE if paper is None else f"{paper.value:.4g}")
-        row.append(mean_text(best(arm, metric.name), metric))
-        row.append(mean_text(estimate(record, arm, metric.name), metric))
+        texts = {
+            "paper": NONE if paper is None else f"{paper.value:.4g}",
+            "validation": mean_text(best(arm, metric.name), metric),
+            "test": mean_text(estimate(record, arm, metric.name), metric),
+        }
+        row += [texts[part] for part in parts[metric.name]]
     row.append(interval_text(estimate(record, arm, first.name), first))
     if generated:
         row.append(mean_text(estimate(record, arm, first.name, "generated"), first))
@@ -174,8 +182,11 @@ def _cell(record: Record, arm: ArmRecord, metrics: list[MetricSpec]) -> str:
 
 
 def slice_tables(record: Record) -> dict[str, TableText]:
-    """For each metric and slice of few bins, "exact match by digits": arms by bins."""
-    found = {}
+    """For each metric and slice of few bins, "exact match by digits": arms by bins. None where the
+    recipe has a table of its own."""
+    found: dict[str, TableText] = {}
+    if record.table is not None:
+        return found
     for metric in record.metrics:
         for by in metric.slices:
             shown = _slice_table(record, metric, by)

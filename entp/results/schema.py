@@ -162,7 +162,8 @@ class TotalsData(Part):
         return cls.model_validate(totals.to_json())
 
     def totals(self, metrics: list[MetricSpec]) -> Totals:
-        return Totals.from_json(metrics, self.model_dump())
+        data = {"sequences": self.sequences, "all": self.all, "slices": self.slices}
+        return Totals.from_json(metrics, data)
 
 
 class RunTest(Part):

@@ -25,7 +25,8 @@ def read_record(path: Path) -> Record:
 
 def find_records(folder: Path) -> dict[Path, Record]:
     """The files of results in a folder, by name; JSON files of other kinds are passed over."""
-    found = {path: _read_json(path) for path in sorted(folder.glob("*.json"))}
+    paths = sorted(folder.glob("*.json"), key=lambda path: path.stem)
+    found = {path: _read_json(path) for path in paths}
     return {path: _record(path, data) for path, data in found.items() if _is_record(data)}
 
 

@@ -6,10 +6,17 @@ would give, and says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Literal
 
-from entp.results.schema import ArmRecord, ArmSummary, Estimate, Record, RunRecord, RunTest
+from entp.results.schema import (
+    ArmRecord,
+    ArmSummary,
+    Estimate,
+    MetricSpec,
+    Record,
+    RunRecord,
+)
 from entp.stats import t_interval
 from entp.tasks.metrics import Sums, Totals
 
@@ -58,46 +65,53 @@ def estimate(
     record: Record, arm: ArmRecord, metric: str, source: Source = "test"
 ) -> Estimate | None:
     """A metric on test sequences; None where it was not measured."""
-    totals = [one for one in totals_of(record, arm, source) if metric in one.all]
-    return _estimate(
-        [one.value(metric) for one in totals],
-        [one.all[metric] for one in totals],
-        lambda: totals[0].interval(metric),
-    )
+    totals = totals_of(record, arm, source)
+    return _estimate(record.metric(metric), [t.all[metric] for t in totals if metric in t.all])
 
 
 def sliced(record: Record, arm: ArmRecord, metric: str, by: str) -> dict[str, Estimate]:
-    """A metric on test sequences in each bin of a slice, in order."""
-    totals = totals_of(record, arm)
-    keys = dict.fromkeys(key for one in totals for key in one.sliced(metric, by))
-    return {key: found for key in keys if (found := _bin(totals, metric, by, key)) is not None}
+    """A metric on test sequences in each bin of a slice."""
+    bins: dict[str, list[Sums]] = {}
+    for totals in totals_of(record, arm):
+        for key, sums in totals.slices.get(metric, {}).get(by, {}).items():
+            bins.setdefault(key, []).append(sums)
+    found = {key: _estimate(record.metric(metric), sums) for key, sums in bins.items()}
+    return {key: one for key, one in found.items() if one is not None}
 
 
-def _bin(totals: list[Totals], metric: str, by: str, key: str) -> Estimate | None:
-    there = [one for one in totals if key in one.slices.get(metric, {}).get(by, {})]
-    return _estimate(
-        [one.sliced(metric, by)[key] for one in there],
-        [one.slices[metric][by][key] for one in there],
-        lambda: there[0].sliced_interval(metric, by, key),
-    )
-
-
-def _estimate(
-    values: list[float],
-    sums: list[Sums],
-    of_one: Callable[[], tuple[float, float] | None],
-) -> Estimate | None:
+def _estimate(metric: MetricSpec, seeds: list[Sums]) -> Estimate | None:
     """The mean of the seeds' values, with an interval over seeds or, of one, over sequences."""
+    values = [metric.shown(sums.mean) for sums in seeds if sums.w]
     if not values:
         return None
     mean = sum(values) / len(values)
+    sampling = _sampling(metric, seeds)
     if len(values) == 1:
-        interval = of_one()
-        return Estimate(mean=mean, interval=_ends(interval), basis=ONE_SEED)
-    interval = t_interval(values)
-    if interval is not None and all(one.counts() for one in sums):
-        interval = max(0.0, interval[0]), min(1.0, interval[1])
-    return Estimate(mean=mean, interval=_ends(interval), basis=f"{len(values)} seeds")
+        return Estimate(mean=mean, interval=_ends(sampling), basis=ONE_SEED)
+    over_seeds = _over_seeds(values, seeds, sampling)
+    return Estimate(mean=mean, interval=_ends(over_seeds), basis=f"{len(values)} seeds")
+
+
+def _sampling(metric: MetricSpec, seeds: list[Sums]) -> tuple[float, float] | None:
+    """What other test sequences would give, for these very checkpoints."""
+    found = sum(seeds, Sums()).interval()
+    if found is None:
+        return None
+    return metric.shown(found[0]), metric.shown(found[1])
+
+
+def _over_seeds(
+    values: list[float], seeds: list[Sums], sampling: tuple[float, float] | None
+) -> tuple[float, float] | None:
+    """Student's interval, but no narrower than test sampling: seeds that agree by chance, all at 0
+    say, know no more than their sequences do."""
+    found = t_interval(values)
+    if found is None or sampling is None:
+        return found
+    low, high = min(found[0], sampling[0]), max(found[1], sampling[1])
+    if all(sums.counts() for sums in seeds):
+        return max(0.0, low), min(1.0, high)
+    return low, high
 
 
 def _ends(interval: tuple[float, float] | None) -> list[float] | None:
@@ -129,11 +143,6 @@ def run_totals(record: Record, run: RunRecord, source: Source = "test") -> Total
         return None
     data = run.test.totals if source == "test" else run.test.generated
     return None if data is None else data.totals(record.metrics)
-
-
-def tests_of(arms: Iterable[ArmRecord]) -> list[RunTest]:
-    """The tests of all runs of these arms."""
-    return [run.test for arm in arms for run in arm.runs if run.test is not None]
 
 
 def _plural(word: str, count: int) -> str:

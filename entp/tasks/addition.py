@@ -62,8 +62,9 @@ class Addition(Task):
         return {"vocab": len(ALPHABET), "context_length": 3 * self.digits + 5}
 
     def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
+        rng = self.rng(seed, split, step)
         pairs = _split_pairs(self.digits, self.train_examples, self.split_seed)[split]
-        chosen = pairs[self.rng(seed, split, step).integers(0, len(pairs), size)]
+        chosen = pairs[rng.integers(0, len(pairs), size)]
         lines = [self.line(int(p) // 10**self.digits, int(p) % 10**self.digits) for p in chosen]
         return self.encode(lines)
 

@@ -82,7 +82,8 @@ class Stepper:
             if self.seen[key] <= EAGER_STEPS or len(self.graphs) >= MOST_GRAPHS:
                 return self._eager(how, batch, stop)
             inputs = self._inputs(how, batch)
-            inputs.tables.extend(chunk_tables(self._layouts(how, inputs), self.device))
+            layouts = self._layouts(how, inputs)
+            inputs.tables.extend(chunk_tables(layouts, inputs["x"].device))  # cuda:0, not cuda
             self.graphs[key] = _Captured(self, how, inputs, self.stream)
         loss, norm = self.graphs[key].replay(self._arrays(batch))
         return Updated(loss, norm, stop)

@@ -276,10 +276,10 @@ class Loop:
         return self.result(reason)
 
     def one_step(self, batch: Batch) -> Stop:
-        """Train on a batch; who wants to stop. Several processes stop together: whoever is late, or
-        has caught a signal, tells the others."""
+        """Train on a batch; who wants to stop. Several processes stop together: the first is late, or
+        one has caught a signal. The first one's clock is that of the checkpoints."""
         state, alone = self.state, self.world.size == 1
-        stop = Stop(self.late(), self.signals.caught is not None)
+        stop = Stop(self.world.first and self.late(), self.signals.caught is not None)
         self.rate = self.plan.learning_rate(state.step, state.seconds)
         loss, self.norm, stop = self.step(batch, stop)
         self.meter.update(loss, state.step)

@@ -163,11 +163,11 @@ def test_bad_lengths_are_sentences(lengths: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "least"), [("batch_size", 0, 1), ("repeats", 0, 1), ("warmup", -1, 0)]
+    ("name", "value", "least"), [("batch-size", 0, 1), ("repeats", 0, 1), ("warmup", -1, 0)]
 )
 def test_other_options_that_are_too_small_are_sentences(name: str, value: int, least: int) -> None:
     with pytest.raises(InputError, match=f"--{name} is {value}: it must be at least {least}"):
-        BenchScalingOptions(**{name: value})  # type: ignore[arg-type]
+        BenchScalingOptions(**{name.replace("-", "_"): value})  # type: ignore[arg-type]
 
 
 def test_lengths_are_sorted() -> None:

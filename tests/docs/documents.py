@@ -32,7 +32,7 @@ def code_blocks(path: Path, language: str) -> list[str]:
 
 def commands_in(path: Path) -> list[Command]:
     """Lines that begin with `entp`, in shell blocks and indented; continued lines are joined."""
-    indented = re.findall(r"^    (entp .*)$", path.read_text(), re.MULTILINE)
+    indented = re.findall(r"^    (entp [a-z-].*)$", path.read_text(), re.MULTILINE)
     blocks = "".join(code_blocks(path, "sh")).replace("\\\n", " ")
     lines = [line for line in blocks.splitlines() if line.startswith("entp ")]
     return [Command(path.name, line) for line in [*lines, *indented]]

@@ -7,6 +7,7 @@ import pkgutil
 import re
 import shlex
 import sys
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +73,22 @@ def test_paths_exist(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_commands_and_recipes_exist(path: Path) -> None:
-    text = path.read_text()
-    commands = set(re.findall(r"(?:`|^ *)entp ([a-z]+)", text, flags=re.MULTILINE))
-    recipes = set(re.findall(r"entp reproduce ([a-z][\w-]*)(?![\w:-])", text))
+    lines = [span for span in spans_in(path) if span.startswith("entp ")]
+    text = "\n".join([*lines, *(command.line for command in commands_in(path))])
+    commands = set(re.findall(r"^entp ([a-z]+)", text, re.MULTILINE))
+    recipes = set(re.findall(r"^entp reproduce ([a-z][\w-]*)(?![\w:-])", text, re.MULTILINE))
     assert commands <= set(COMMANDS)
     assert recipes <= set(RECIPES)
 
 
+@lru_cache
 def every_option() -> set[str]:
     """The options of all commands."""
     kinds = [train_options(task_class(name)) for name in TASKS]
     kinds += [*BENCHES.values(), *THEORY.values()]
     for module in MODULES:
-        own = [kind for name, kind in vars(module).items() if name.endswith("Options")]
-        kinds += [kind for kind in own if kind.__module__ == module.__name__]
+        found = [value for name, value in vars(module).items() if name.endswith("Options")]
+        kinds += [kind for kind in found if isinstance(kind, type)]
     return {option for kind in kinds for option in options_of(kind)}
 
 

@@ -15,6 +15,7 @@ from entp.training.checkpoint import load_run
 from entp.training.plan import Plan
 
 ADD_A_TASK = DOCS / "add-a-task.md"
+QUICK = "--steps 5 --model.width 48 --device cpu"
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_task_in_30_lines(capsys: pytest.CaptureFixture[str]) -> None:
     drawn = output_of(draw, capsys)
     assert "is the number of ones so far odd?" in drawn
     assert re.search(r"input +[01]( +[01]){15}\ntarget +[01]( +[01]){15}\n", drawn)
-    assert "step 20" in output_of(f"{train} --device cpu", capsys)
+    assert "step 5," in output_of(f"{train} {QUICK}", capsys)
     measured = output_of(f"{evaluate} --device cpu", capsys)
     assert "128 sequences of test" in measured
     assert re.search(r"^12 +0\.\d+", measured, re.MULTILINE)
@@ -54,7 +55,7 @@ def test_task_in_30_lines(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.usefixtures("folder")
 def test_metric_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     train, evaluate = code_blocks(ADD_A_TASK, "sh")[1].splitlines()
-    assert "last_answer" in output_of(f"{train} --device cpu", capsys)
+    assert "last_answer" in output_of(f"{train} {QUICK}", capsys)
     measured = output_of(f"{evaluate} --device cpu", capsys)
     assert "last_answer" in measured
     assert "baseline last bit" in measured

@@ -10,17 +10,19 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
-from entp.training.step import EAGER_STEPS, Stepper
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from small_runs import new_stepper
 
 from entp.bench.shapes import RandomTokens
 from entp.config import Mode, ModelConfig, OptimConfig, Run, TrainConfig
 from entp.engine.layout import rows_of
 from entp.tasks.base import IGNORE, Batch
-from entp.training.distributed import World
-from entp.training.trainer import new_state
+from entp.training.cuda_graph import EAGER_STEPS
 
 LONGEST, MODES = 300, ("decoder", "entp", "prefix-lm")
 STEPS = EAGER_STEPS + 4
@@ -44,19 +46,19 @@ def draw_run(rng: np.random.Generator) -> Run:
     if rng.random() < 0.3:
         model = replace(model, position_embedding="rotary")
     optim = (
-        OptimConfig("muon", max_lr=1e-3, min_lr=1e-4, whiten=300)
+        OptimConfig("muon", lr=1e-3, min_lr=1e-4, precondition_every=300)
         if rng.random() < 0.5
         else OptimConfig()
     )
     tokens = 12_000 if mode == "entp" else 17_536
     batch = max(1, min(128, tokens // length))
-    return Run(task, model, mode, batch=batch, optim=optim)  # type: ignore[arg-type]
+    return Run(task, model, mode, batch_size=batch, optim=optim)  # type: ignore[arg-type]
 
 
 def some_targets(run: Run, rng: np.random.Generator) -> Batch:
     """A batch with targets at the last positions only: at most eight where each of them is a prefix
     of its own."""
-    batch = run.task.batch(0, "train", 0, run.batch)
+    batch = run.task.batch(0, "train", 0, run.batch_size)
     y = batch.y.copy()
     y[:, : max(0, y.shape[1] - int(rng.integers(1, 9)))] = IGNORE
     return Batch(batch.x, y)
@@ -64,14 +66,13 @@ def some_targets(run: Run, rng: np.random.Generator) -> Batch:
 
 def losses(run: Run, batch: Batch) -> list[tuple[float, float]]:
     """Loss and gradient norm of a few steps on one batch."""
-    state = new_state(run, torch.device("cuda"))
-    stepper = Stepper(run, state, torch.device("cuda"), World())
+    stepper = new_stepper(run, "cuda")
     found = []
     for _ in range(STEPS):
         loss, norm, _ = stepper(batch)
         found.append((float(loss), float(norm)))
-        state.step += 1
-    assert len(stepper.graphs) == int(run.train.graph)
+        stepper.state.step += 1
+    assert len(stepper.graphs) == int(run.train.cuda_graph)
     return found
 
 
@@ -79,7 +80,7 @@ def compare(run: Run, batch: Batch) -> float:
     """The largest difference between kernels with graphs and torch's own without, as a fraction, in
     fp32."""
     kernels = replace(run, train=TrainConfig(impl="triton", precision="fp32"))
-    plain = replace(run, train=TrainConfig(impl="packed", precision="fp32", graph=False))
+    plain = replace(run, train=TrainConfig(impl="packed", precision="fp32", cuda_graph=False))
     got, want = np.array(losses(kernels, batch)), np.array(losses(plain, batch))
     return float((np.abs(got - want) / np.abs(want)).max())
 
@@ -94,7 +95,7 @@ def main(seed: int, seconds: float) -> None:
         half = losses(replace(run, train=TrainConfig(impl="triton", precision="bf16")), batch)
         rows = sum(rows_of(torch.from_numpy(batch.y != IGNORE)))
         mode: Mode = run.mode
-        name = f"{run.task.length} tokens x {run.batch}, {mode}, {rows} rows, {run.model.layers} layers of {run.model.width}"  # type: ignore[attr-defined]
+        name = f"{run.task.length} tokens x {run.batch_size}, {mode}, {rows} rows, {run.model.layers} layers of {run.model.width}"  # type: ignore[attr-defined]
         print(
             f"{name}, {run.model.position_embedding}, {run.optim.name}: off by {off:.1e}",
             flush=True,

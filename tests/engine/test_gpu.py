@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from entp.training.step import EAGER_STEPS
 from random_models import random_inputs, random_model
 from small_runs import entp as entp_command
 from small_runs import small_run
@@ -25,6 +24,7 @@ from entp.config import OptimConfig, Run, TrainConfig, model_for
 from entp.engine.triton import cublaslt
 from entp.tasks.base import Task
 from entp.tasks.counting import Count3, Match3
+from entp.training.cuda_graph import EAGER_STEPS
 from entp.training.loggers import read_metrics
 
 pytestmark = pytest.mark.gpu
@@ -191,14 +191,16 @@ def test_bf16_training_follows_the_references_loss_curve(tmp_path: Path) -> None
     """
     task = Count3(prompt_length=8, length=20)
     model = model_for(task, "small", layers=3, heads=2, width=64)
-    optim = OptimConfig(max_lr=2e-3, min_lr=2e-4, warmup=20, decay_steps=400)
+    optim = OptimConfig(lr=2e-3, min_lr=2e-4, warmup_steps=20, decay_steps=400)
     curves: dict[str, list[dict[int, float]]] = {"reference": [], "triton": []}
     for impl, found in curves.items():
         train = TrainConfig(
             impl=impl, precision="bf16", log_every=10, eval_every=200, eval_batches=1
         )  # type: ignore[arg-type]
         for seed in range(4):
-            run = Run(task, model, "entp", steps=200, batch=32, seed=seed, optim=optim, train=train)
+            run = Run(
+                task, model, "entp", steps=200, batch_size=32, seed=seed, optim=optim, train=train
+            )
             found.append(loss_curve(run, tmp_path / f"{impl}-{seed}"))
     for step in (50, 100, 150, 200):
         loop, kernels = (
@@ -263,7 +265,8 @@ def peak_bytes(step: Callable[[], Any], count: int = 1) -> int:
 
 
 def medium_step(task: Task, batch: int, impl: str) -> Callable[[], Any]:
-    run = Run(task, model_for(task, "medium"), "entp", batch=batch, train=TrainConfig(impl=impl))  # type: ignore[arg-type]
+    train = TrainConfig(impl=impl)  # type: ignore[arg-type]
+    run = Run(task, model_for(task, "medium"), "entp", batch_size=batch, train=train)
     return make_step(run, torch.device("cuda"))
 
 
@@ -416,9 +419,9 @@ def test_a_failure_of_the_gpu_is_a_sentence_with_the_step_to_continue_from(tmp_p
     (tmp_path / "bad.py").write_text(FAILING)
     options = [
         "--steps=40",
-        "--batch=4",
+        "--batch-size=4",
         "--train.checkpoint-every=5",
-        "--train.no-graph",
+        "--train.no-cuda-graph",
         "--device=cuda",
         "--out=run",
     ]

@@ -1,5 +1,4 @@
-"""Training steps by `Stepper`: on a CPU the plain step, on CUDA a recorded graph that does what the
-plain step does."""
+"""Training steps by `Stepper`: on CUDA a captured graph does what the plain step does."""
 
 from __future__ import annotations
 
@@ -13,33 +12,40 @@ import numpy as np
 import pytest
 import torch
 from changes import CHANGES
-from entp.training.feed import STEPS_AHEAD
-from entp.training.step import EAGER_STEPS, MOST_GRAPHS, State, Stepper, train_step
-from small_runs import small_run
+from small_runs import new_stepper, small_run
 from torch import Tensor
 
 import entp
-from entp.config import Run
+from entp.config import (
+    BatchScheduleConfig,
+    CurriculumConfig,
+    EmaConfig,
+    ImportanceConfig,
+    Run,
+)
 from entp.engine import layout
 from entp.tasks.base import IGNORE, Batch
-from entp.training import step
-from entp.training.distributed import World
+from entp.training.cuda_graph import EAGER_STEPS, MOST_GRAPHS, NOBODY, STEPS_AHEAD, Stepper
+from entp.training.distributed import Stop
+from entp.training.inputs import chunk_tables
 from entp.training.loggers import read_metrics
-from entp.training.trainer import new_state
+from entp.training.plan import Plan
+from entp.training.state import State
 
 STEPS = 12
 FP32: dict[str, Any] = {"precision": "fp32"}
-SCHEDULE = {"warmup": 3, "decay_steps": STEPS}
+SCHEDULE = {"warmup_steps": 3, "decay_steps": STEPS}
 """From 1e-3 up to 3e-3 and down to 3e-4 again within the steps compared."""
 
 
 def start(run: Run, device: str) -> tuple[State, Stepper]:
-    state = new_state(run, torch.device(device))
-    return state, Stepper(run, state, torch.device(device), World())
+    stepper = new_stepper(run, device)
+    return stepper.state, stepper
 
 
 def batches(run: Run, count: int = STEPS) -> list[Batch]:
-    return [run.task.batch(run.seed, "train", step, run.batch) for step in range(count)]
+    plan = Plan(run)
+    return [run.task.batch(run.seed, "train", step, plan.batch_size(step)) for step in range(count)]
 
 
 def go(stepper: Stepper, data: list[Batch]) -> list[tuple[float, float]]:
@@ -47,7 +53,7 @@ def go(stepper: Stepper, data: list[Batch]) -> list[tuple[float, float]]:
     found = []
     for batch in data:
         loss, norm, stop = stepper(batch)
-        assert not stop
+        assert stop == NOBODY
         found.append((float(loss), float(norm)))
         stepper.state.step += 1
     return found
@@ -65,10 +71,10 @@ def weights(state: State) -> Tensor:
 
 def assert_same_training(run: Run, data: list[Batch], graphs: int, close: float = 1e-5) -> None:
     """Steps with and without graphs have the same losses and norms and end at the same weights;
-    `graphs` are recorded."""
+    `graphs` are captured."""
     state, stepper = start(run, "cuda")
     before = weights(state).clone()
-    plain, eager = start(changed(run, graph=False), "cuda")
+    plain, eager = start(changed(run, cuda_graph=False), "cuda")
     got, want = go(stepper, data), go(eager, data)
     assert len(stepper.graphs) == graphs
     assert not eager.graphs
@@ -93,65 +99,69 @@ def with_other_mask(batch: Batch, first: int) -> Batch:
 
 
 @pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm"])
-def test_a_step_finds_all_its_tables(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a step is recorded none may be made: not in the first step after `_tables`, however
-    many parts it has."""
+def test_step_finds_all_its_tables(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a step is captured no table may be made, however many chunks it has."""
     run = small_run(mode=mode, train={"token_budget": 3})
-    state, _ = start(run, "cpu")
-    inputs = step._inputs(run, state, batches(run, 1)[0], torch.device("cpu"), World())
-    assert len(inputs.parts) == (
-        48 if mode == "entp" else 1
-    )  # more than the recent ones that are kept in any case
-    inputs.tables.extend(step._tables(run, inputs))
+    _, stepper = start(run, "cpu")
+    batch = batches(run, 1)[0]
+    how = stepper.prepare(batch)
+    inputs = stepper._inputs(how, batch)
+    assert len(inputs.chunks) == (48 if mode == "entp" else 1)  # more than are kept in any case
+    inputs.tables.extend(chunk_tables(stepper._layouts(how, inputs), torch.device("cpu")))
     made: list[object] = []
     for shared in (layout._packings, layout._positions):
         monkeypatch.setattr(
             shared, "make", lambda *args, make=shared.make: made.append(args) or make(*args)
         )
-    step._update(run, state, inputs, World(), False)
+    stepper._update(how, inputs, NOBODY)
     assert not made
     inputs.tables.clear()
     gc.collect()
-    step._update(run, state, inputs, World(), False)
+    stepper._update(how, inputs, NOBODY)
     assert bool(made) == (mode == "entp")
 
 
-@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm"])
-def test_on_a_cpu_it_is_the_plain_step(mode: str) -> None:
-    run = small_run(mode=mode, optim=SCHEDULE)
-    state, stepper = start(run, "cpu")
-    plain, _ = start(run, "cpu")
-    for batch in batches(run, 5):
-        loss, norm, stop = stepper(batch)
-        want = train_step(run, plain, batch, torch.device("cpu"), World())
-        assert (loss, norm, stop) == want
-        state.step += 1
-        plain.step += 1
-    assert not stepper.graphs
-    for a, b in zip(state.model.parameters(), plain.model.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_wish_to_stop_is_passed_on(device: str) -> None:
+def test_wish_to_stop_is_passed_on(device: str) -> None:
     run = small_run(train=FP32)
     _, stepper = start(run, device)
     for batch in batches(run, EAGER_STEPS + 2):
-        assert [stepper(batch, stop)[2] for stop in (False, True)] == [False, True]
+        wishes = [Stop(), Stop(late=True), Stop(signal=True)]
+        assert [stepper(batch, stop).stop for stop in wishes] == wishes
 
 
 # On CUDA
 
 RUNS: dict[str, dict[str, Any]] = {
     "entp": {"train": FP32},
-    "entp in parts": {"train": {**FP32, "token_budget": 120}},
-    "entp in very many parts": {"train": {**FP32, "token_budget": 10}},
+    "entp in chunks": {"train": {**FP32, "token_budget": 120}},
+    "entp in very many chunks": {"train": {**FP32, "token_budget": 10}},
     "entp in half precision": {"train": {"precision": "bf16"}},
     "entp by muon": {"train": FP32, "optim": {"name": "muon"}},
-    "entp by whitened muon": {"train": FP32, "optim": {"name": "muon", "whiten": 4}},
+    "entp by preconditioned muon": {
+        "train": FP32,
+        "optim": {"name": "muon", "precondition_every": 4},
+    },
     "decoder": {"mode": "decoder", "train": FP32},
     "prefix-lm": {"mode": "prefix-lm", "train": FP32},
+    "ema": {"train": FP32, "ema": EmaConfig(3)},
 }
+
+TECHNIQUES: dict[str, tuple[dict[str, Any], int]] = {
+    "decoder proposal": ({"importance": ImportanceConfig(16, "decoder")}, 1),
+    "entp proposal": ({"importance": ImportanceConfig()}, 1),
+    "batch schedule": ({"batch_schedule": BatchScheduleConfig(6, 12)}, 2),
+    "random-prefix": ({"curriculum": CurriculumConfig(6, "random-prefix", 4, None, True)}, 1),
+    "all": (
+        {
+            "curriculum": CurriculumConfig(6, "random-prefix"),
+            "importance": ImportanceConfig(16, "decoder"),
+            "ema": EmaConfig(3),
+        },
+        1,
+    ),
+}
+"""Options of techniques, and the graphs that are left after 14 steps."""
 
 
 @pytest.mark.gpu
@@ -165,7 +175,27 @@ def test_replays_follow_plain_steps(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_is_recorded_after_a_few_steps() -> None:
+@pytest.mark.parametrize(("changes", "graphs"), TECHNIQUES.values(), ids=TECHNIQUES.keys())
+def test_replays_follow_plain_steps_with_techniques(changes: dict[str, Any], graphs: int) -> None:
+    run = small_run(train=FP32, optim=SCHEDULE, **changes)
+    assert_same_training(run, batches(run, 14), graphs=graphs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["entp", "decoder"])
+def test_position_ids_and_loss_weights_are_fed(mode: str) -> None:
+    """Both differ from batch to batch, as the captured step must notice."""
+    run, rng = small_run(mode=mode, train=FP32, optim=SCHEDULE), np.random.default_rng(0)
+    data = []
+    for batch in batches(run):
+        ids = np.sort(rng.integers(0, 10, batch.x.shape), axis=1)
+        weights = rng.random(batch.x.shape)
+        data.append(Batch(batch.x, batch.y, position_ids=ids, loss_weights=weights))
+    assert_same_training(run, data, graphs=1)
+
+
+@pytest.mark.gpu
+def test_a_graph_is_captured_after_a_few_steps() -> None:
     run = small_run()
     _, stepper = start(run, "cuda")
     counts = []
@@ -246,7 +276,7 @@ def test_many_other_masks_between_replays() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("reason", ["padding", "packed"])
-def test_what_cannot_be_recorded_runs_as_plain_steps(reason: str) -> None:
+def test_what_cannot_be_captured_runs_as_plain_steps(reason: str) -> None:
     run = small_run(train={**FP32, "impl": "packed" if reason == "packed" else "auto"})
     data = batches(run, EAGER_STEPS + 3)
     if reason == "padding":
@@ -256,7 +286,7 @@ def test_what_cannot_be_recorded_runs_as_plain_steps(reason: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_resumed_runs_record_again_and_continue(optimizer: str, tmp_path: Path) -> None:
+def test_resumed_runs_capture_again_and_continue(optimizer: str, tmp_path: Path) -> None:
     """A run of 14 steps, and one that was stopped after 7 and resumed: replays before and after the
     checkpoint."""
 
@@ -304,7 +334,7 @@ def test_a_model_changed_between_steps_is_trained_as_by_the_reference(name: str,
     run = small_run(mode=mode, train=FP32)
     data = batches(run, EAGER_STEPS + 3)
     found = []
-    for settings in ({}, {"impl": "reference", "graph": False}):
+    for settings in ({}, {"impl": "reference", "cuda_graph": False}):
         state, stepper = start(changed(run, **settings), "cuda")
         before = go(stepper, data)
         assert len(stepper.graphs) == (0 if settings else 1)
@@ -321,7 +351,7 @@ def test_weights_that_moved_are_captured_anew(mode: str) -> None:
     run = small_run(mode=mode, train=FP32)
     data = batches(run, EAGER_STEPS + 3)
     found = []
-    for settings in ({}, {"graph": False}):
+    for settings in ({}, {"cuda_graph": False}):
         state, stepper = start(changed(run, **settings), "cuda")
         before = go(stepper, data)
         for p in state.model.parameters():

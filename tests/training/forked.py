@@ -95,3 +95,20 @@ def together(work: Work, folder: Path, size: int = 2) -> list[tuple[int, str]]:
         start(work, folder, RANK=str(rank), LOCAL_RANK=str(rank), **shared) for rank in range(size)
     ]
     return [child.wait() for child in children]
+
+
+def torchrun(work: Callable[..., object], *arguments: object, size: int = 2) -> dict[int, object]:
+    """What `work` returns in each process of torchrun's own launcher, which forks here."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=size,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method="fork",
+        monitor_interval=0.05,
+    )
+    return dict(elastic_launch(config, work)(*arguments))

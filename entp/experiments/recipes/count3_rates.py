@@ -57,7 +57,7 @@ RECIPE = Recipe(
     table=Table(rows="lr", columns="mode", cells=("loss", "exact_match", "token_accuracy")),
     figure=(
         Figure("slices", x="lr", y=("loss", "exact_match"), lines="mode"),
-        Figure("curves", y=("loss", "token_accuracy")),
+        Figure("curves", y=("loss", "token_accuracy"), lines=("mode", "lr")),
     ),
     test_sequences=1024,
 )

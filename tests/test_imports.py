@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import pydoc
+import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -15,22 +16,26 @@ import entp
 
 ROOT = Path(entp.__file__).parent
 LEVELS = [
-    {"errors", "intervals", "table", "pretrained"},
-    {"checks", "named"},
-    {"tasks", "config", "config_json", "record_shapes"},
-    {"attention"},
+    {"errors", "fields", "files", "registry", "stats", "terminal", "pretrained"},
+    {"tasks"},
+    {"config"},
     {"engine"},
     {"model"},
-    {"training", "theory", "hf", "figures"},
-    {"experiments"},
+    {"results"},
     {"report"},
-    {"parsing", "options", "demo", "bench", "run_commands", "theory_commands", "cli"},
+    {"training"},
+    {"theory", "bench"},
+    {"experiments"},
+    {"cli"},
 ]
-"""Parts of the package, lowest first: a module imports from its own level and from those before it.
-"""
+"""Parts of the package, lowest first: a module imports from its own level and from those before it,
+inside functions too."""
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
-OPTIONAL = {"matplotlib", "tyro", "pydantic", "tensorboard", "wandb", "trackio"}
+OPTIONAL = {"matplotlib", "tyro", "pydantic", "scipy", "tensorboard", "wandb", "trackio"}
 EXEMPT = {"entp", "entp.__main__"}
+TECHNIQUES = ("ema", "importance", "curriculum", "batch_schedule")
+PLAIN_STEP = ("gradients", "inputs", "cuda_graph")
+"""Modules of training that know of techniques in general, and of none in particular."""
 
 
 def module_name(path: Path) -> str:
@@ -58,8 +63,8 @@ def statements(body: list[ast.stmt], inside: bool = False) -> Iterator[ast.stmt]
             continue
         for field in ("body", "orelse", "finalbody"):
             yield from statements(getattr(node, field, []), inside)
-        for handler in getattr(node, "handlers", []):
-            yield from statements(handler.body, inside)
+        for inner in [*getattr(node, "handlers", []), *getattr(node, "cases", [])]:
+            yield from statements(inner.body, inside)
 
 
 def imports_of(source: str, name: str, is_package: bool, inside: bool = False) -> set[str]:
@@ -87,7 +92,7 @@ def part(name: str) -> str:
     return name.split(".")[1]
 
 
-def test_the_reader_of_imports_sees_what_it_should() -> None:
+def test_reader_sees_what_runs_on_import() -> None:
     source = """
 import torch.nn
 from typing import TYPE_CHECKING
@@ -106,21 +111,12 @@ class C:
 def f():
     import pydantic
 """
-    assert imports_of(source, "entp.engine.packed", False) == {
-        *(
-            "torch.nn",
-            "typing",
-            "typing.TYPE_CHECKING",
-            "entp",
-            "entp.model",
-            "entp.engine.api",
-            "entp.engine.api.choose",
-        ),
-        *("tyro", "a", "b", "c"),
-    }
+    found = {"torch.nn", "typing", "typing.TYPE_CHECKING", "entp", "entp.model"}
+    found |= {"entp.engine.api", "entp.engine.api.choose", "tyro", "a", "b", "c"}
+    assert imports_of(source, "entp.engine.packed", False) == found
 
 
-def test_the_reader_of_imports_looks_inside_functions() -> None:
+def test_reader_looks_inside_functions() -> None:
     source = """
 from typing import TYPE_CHECKING
 if TYPE_CHECKING:
@@ -130,27 +126,26 @@ def f():
         import b
 class C:
     def g(self):
-        from c import d
+        with x:
+            from c import d
+def h():
+    match x:
+        case 1:
+            import e
 """
-    assert imports_of(source, "entp.x", False) == {"typing", "typing.TYPE_CHECKING"}
-    assert imports_of(source, "entp.x", False, inside=True) == {
-        "typing",
-        "typing.TYPE_CHECKING",
-        "a",
-        "b",
-        "c",
-        "c.d",
-    }
+    outside = {"typing", "typing.TYPE_CHECKING"}
+    assert imports_of(source, "entp.x", False) == outside
+    assert imports_of(source, "entp.x", False, inside=True) == outside | {*"abce", "c.d"}
 
 
 def test_modules_are_found() -> None:
-    assert {
-        "entp.errors",
-        "entp.config",
-        "entp.tasks.counting",
-        "entp.model",
-        "entp.engine.packed",
-    } <= set(CHECKED)
+    some = {"errors", "config.json", "tasks.counting", "model.transformer", "engine.packed"}
+    assert {f"entp.{name}" for name in some} <= set(CHECKED)
+
+
+def test_every_part_has_one_level() -> None:
+    assert sum(map(len, LEVELS)) == len(LEVEL)
+    assert {part(name) for name in CHECKED} == set(LEVEL)
 
 
 @pytest.mark.parametrize("name", CHECKED)
@@ -163,7 +158,13 @@ def test_imports_go_one_way(name: str) -> None:
             )
 
 
-def test_no_cycles() -> None:
+def test_lowest_modules_import_errors_at_most() -> None:
+    for name in ("errors", "fields", "files", "registry", "stats"):
+        ours = {o for o in module_imports(f"entp.{name}", inside=True) if o in MODULES}
+        assert ours - EXEMPT <= ({"entp.errors"} if name != "errors" else set()), name
+
+
+def test_imports_have_no_cycles() -> None:
     graph = {
         name: {
             o for o in module_imports(name) & set(CHECKED) if o != name and not is_parent(o, name)
@@ -179,33 +180,80 @@ def is_parent(package: str, name: str) -> bool:
 
 @pytest.mark.parametrize("name", CHECKED)
 def test_optional_libraries_are_imported_where_they_are_used(name: str) -> None:
+    """But for the records' schema and its sections, pydantic's, and the command line, tyro's."""
     roots = {other.split(".")[0] for other in module_imports(name)}
-    allowed = {"tyro"} if name == "entp.cli.main" else set()
+    allowed = {"pydantic"} if part(name) in {"results", "experiments"} else set()
+    if name == "entp.cli.main":
+        allowed = {"tyro"}
     assert not (roots & OPTIONAL) - allowed
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in CHECKED if part(n) in {"errors", "config", "tasks", "options", "cli"}]
-)
-def test_no_torch_before_it_is_needed(name: str) -> None:
+@pytest.mark.parametrize("name", [n for n in CHECKED if part(n) == "tasks"])
+def test_tasks_import_numpy_alone(name: str) -> None:
+    roots = {other.split(".")[0] for other in module_imports(name, inside=True)}
+    assert roots - sys.stdlib_module_names <= {"numpy", "entp"}
+
+
+@pytest.mark.parametrize("name", [n for n in CHECKED if part(n) in {*LEVELS[0], "tasks", "config"}])
+def test_low_levels_import_no_torch(name: str) -> None:
+    """Not even inside functions: workers and `--help` start without it."""
+    assert "torch" not in {other.split(".")[0] for other in module_imports(name, inside=True)}
+
+
+@pytest.mark.parametrize("name", [n for n in CHECKED if part(n) == "cli"])
+def test_command_line_imports_no_torch_before_it_is_needed(name: str) -> None:
     assert "torch" not in {other.split(".")[0] for other in module_imports(name)}
 
 
-def test_public_names_are_shown_by_dir_and_help() -> None:
-    names = {
-        "all_prefixes",
-        "check",
-        "generate",
-        "load",
-        "predict",
-        "train",
-        "ModelConfig",
-        "Transformer",
+@pytest.mark.parametrize("name", [n for n in CHECKED if part(n) == "report"])
+def test_report_draws_any_record_without_tasks_or_recipes(name: str) -> None:
+    others = {o for o in module_imports(name, inside=True) if o in MODULES} - EXEMPT
+    forbidden = {o for o in others if part(o) in {"training", "experiments", "config"}}
+    forbidden |= {o for o in others if part(o) == "tasks"} - {"entp.tasks", "entp.tasks.metrics"}
+    assert not forbidden
+    assert "entp.tasks" not in others or "entp.tasks.metrics" in others
+
+
+@pytest.mark.parametrize("name", PLAIN_STEP)
+def test_step_names_no_technique(name: str) -> None:
+    full = f"entp.training.{name}"
+    room = "entp.training.techniques."
+    named = {o for o in module_imports(full, inside=True) if o.startswith(room)}
+    assert {o for o in named if not o.startswith(f"{room}base")} == set()
+    texts = {
+        node.value
+        for node in ast.walk(ast.parse(MODULES[full].read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
-    assert names <= set(dir(entp))
-    text = pydoc.plain(pydoc.render_doc(entp))
+    assert not texts & set(TECHNIQUES)
     assert all(
-        f"{name}(" in text for name in ("all_prefixes", "check", "generate", "predict", "train")
+        node.attr not in TECHNIQUES
+        for node in ast.walk(ast.parse(MODULES[full].read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
     )
+
+
+def test_techniques_know_nothing_of_each_other() -> None:
+    """Each can be deleted with its file and its line."""
+    room = "entp.training.techniques."
+    for name in CHECKED:
+        if name.startswith(room) and name != f"{room}base":
+            named = {o for o in module_imports(name, inside=True) if o.startswith(room)}
+            assert {o for o in named if not o.startswith(f"{room}base")} == set()
+
+
+def test_nobody_imports_a_technique_by_name() -> None:
+    """They are found by the lines of TECHNIQUES: whoever imports one cannot do without it."""
+    room = "entp.training.techniques."
+    files = {n for n in CHECKED if n.startswith(room) and n != f"{room}base"}
+    for name in CHECKED:
+        assert not module_imports(name, inside=True) & files - {name}, name
+
+
+def test_public_names_are_shown_by_dir_and_help() -> None:
+    functions = {"all_prefixes", "check", "generate", "load", "train"}
+    assert functions | {"ModelConfig", "Transformer"} <= set(dir(entp))
+    text = pydoc.plain(pydoc.render_doc(entp))
+    assert all(f"{name}(" in text for name in functions)
     with pytest.raises(AttributeError, match="module 'entp' has no attribute 'nothing'"):
         entp.nothing  # noqa: B018

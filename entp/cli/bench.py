@@ -14,6 +14,7 @@ def bench_command(args: list[str]) -> int:
     """bench [WHAT]: time and memory: a training step, generation, growth with length"""
     what, rest = part_of(args, "bench", "benchmark", BENCHES, "step")
     options: Any = parse(BENCHES[what], rest, f"entp bench {what}")
+    from entp.report.bench import draw_sections
     from entp.results.sections import read_sections, record_section
 
     out = options.out
@@ -26,5 +27,5 @@ def bench_command(args: list[str]) -> int:
     section = module.bench(options, **keep)
     print(module.report(section))
     if out is not None:
-        print(f"\n{record_section(out, what, section)}")
+        print(f"\n{record_section(out, what, section)}, {draw_sections(out)}")
     return 0

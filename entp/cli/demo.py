@@ -89,8 +89,10 @@ def demo(out: Path, seed: int = 0, steps: int = 1500) -> dict[str, Any]:
         for label, mode in SIDES.items()
     ]
     print(f"\n{comparison(sides)}\n\n{examples(sides, seed)}")
+    from entp.report.patterns import draw_demo
+
     figure = out / "demo.png"
-    if draw(sides, figure):
+    if draw_demo(sides, figure):
         print(f"\nfigure: {figure}")
     print(
         f"done in {time.perf_counter() - started:.0f} s; one seed each, so read the intervals, not "
@@ -194,50 +196,6 @@ def _generated(side: Side, prompts: list[list[int]]) -> list[str]:
     outputs = generate(side.model, prompts, new, side.run.mode, stop=task.stop)
     pairs = zip(prompts, outputs, strict=True)
     return [task.to_text(tokens[len(prompt) :]).rstrip("$") for prompt, tokens in pairs]
-
-
-def draw(sides: list[Side], path: Path) -> bool:
-    """Whether a figure was drawn: what each mode sees, accuracy against steps, and the cost."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no figure: pip install 'entp[plot]' to draw one.")
-        return False
-    from entp.report.style import save_figure
-
-    figure: Any = Figure(figsize=(11, 3.8), layout="constrained")
-    seen, learned, cost = figure.subfigures(1, 3, width_ratios=(1.1, 1.9, 1))
-    _draw_patterns(seen)
-    curves = learned.subplots()
-    for side in sides:
-        curves.plot(*zip(*side.curve, strict=True), marker=".", label=side.label)
-    curves.set(xlabel="optimizer steps", ylabel="exact match, validation", ylim=(0, 1))
-    curves.set_title("learning two-digit addition")
-    curves.legend()
-    bars = cost.subplots()
-    bars.bar([s.label for s in sides], [s.flops / 1e9 for s in sides], color=["C0", "C1"])
-    bars.set(ylabel="training GFLOP", title="what it cost")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_figure(figure, path, dpi=110)
-    return True
-
-
-def _draw_patterns(figure: Any, time: int = 6) -> None:
-    """Three squares per mode: what is seen when the last three tokens are predicted."""
-    import numpy as np
-
-    titles = {"entp": "ENTP: each prediction from scratch", "decoder": "decoder: causal mask"}
-    panels = figure.subplots(2, 3)
-    for row, (mode, title) in zip(panels, titles.items(), strict=True):
-        for panel, n in zip(row, range(time - 2, time + 1), strict=True):
-            full = np.ones((n, n))
-            square = np.zeros((time, time))
-            square[:n, :n] = 0.15 + 0.85 * (full if mode == "entp" else np.tril(full))
-            panel.imshow(square, cmap="Blues" if mode == "entp" else "Oranges", vmin=0, vmax=1.4)
-            panel.set(xticks=[], yticks=[])
-        row[1].set_title(title, fontsize=8)
-    figure.supxlabel("keys", fontsize=8)
-    figure.supylabel("queries", fontsize=8)
 
 
 def _settings(task: Task) -> str:

@@ -52,7 +52,25 @@ def reproduce_command(args: list[str]) -> int:
     options = parse(ReproduceOptions, args[1:], f"entp reproduce {name}")
     from entp.experiments.recipe import find_recipe
     from entp.experiments.reproduce import reproduce
+    from entp.report.tables import record_table
 
     recipe = find_recipe(name).tiny() if options.tiny else find_recipe(name)
     print(f"{recipe.title}\n{recipe.question}", flush=True)
-    raise NotImplementedError(reproduce)
+    found = reproduce(
+        recipe,
+        options.out,
+        device=options.device,
+        only=() if options.only == ("all",) else options.only,
+        seed=options.seed,
+        jobs=options.jobs,
+        record=options.record,
+        max_minutes=options.max_minutes,
+    )
+    files = [options.out / recipe.name, options.record]
+    where = " and ".join(str(path) for path in files if path is not None)
+    print(f"\n{record_table(found)}\n\nresults and figure: {where}")
+    if found.stopped_by:
+        print("stopped: run the same command again to go on")
+    if options.tiny:
+        print("tiny runs show that everything works; they say nothing about the paper's claim")
+    return 128 + found.stopped_by if found.stopped_by else 0

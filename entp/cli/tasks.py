@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from entp.cli.parse import HELP, named_task, parse
+from entp.cli.parse import named_task, parse
 from entp.tasks.base import TASKS, Task, task_class
 from entp.tasks.metrics import Metric
 
 
 def tasks_command(args: list[str]) -> int:
     """tasks [TASK]: list the tasks, or draw an example of one"""
-    if args and args[0] not in HELP:
+    if args and not args[0].startswith("-"):
         task = parse(named_task(args[0]), args[1:], f"entp tasks {args[0]}")
         print(describe(args[0], task))
         return 0

@@ -180,7 +180,7 @@ def _saved_run(words: list[str], task: type[Task]) -> Run | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("--out", "--mode", "--fork"):
         parser.add_argument(name, nargs="?")
-    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--resume", nargs="?", const=True)  # tyro complains about a value
     asked = parser.parse_known_args(words)[0]
     folder = asked.fork and Path(asked.fork)
     if asked.resume:

@@ -38,6 +38,7 @@ from entp.results.schema import (
     Table,
 )
 from entp.results.verdict import matches
+from entp.tasks.base import Task
 
 __all__ = ["Arm", "Check", "Figure", "PaperValue", "Recipe", "Table", "find_recipe"]
 TINY_TEST, TINY_GENERATED, TINY_SEEDS = 64, 32, 2
@@ -232,7 +233,7 @@ def check_recipe(recipe: Recipe) -> None:
         told = f"{strangers[0]!r} among its arms" if strangers else "no arms"
         raise InputError(f"recipe {recipe.name} has {told}: give it at least one Arm, and no more.")
     raise_problems([*_arm_problems(recipe), *_size_problems(recipe)])
-    raise_problems([*_twins(recipe), *_metric_problems(recipe)])
+    raise_problems([*_twins(recipe), *_generation_problems(recipe), *_metric_problems(recipe)])
     raise_problems([*_table_problems(recipe), *_figure_problems(recipe), *_check_problems(recipe)])
 
 
@@ -268,6 +269,26 @@ def _size_problems(recipe: Recipe) -> Iterator[str]:
         )
     if not any(matches(arm.factors, recipe.tiny_arms) for arm in recipe.arms):
         yield f"tiny_arms is {recipe.tiny_arms}: no arm has these factors"
+
+
+def _generation_problems(recipe: Recipe) -> Iterator[str]:
+    for arm in recipe.arms if recipe.generated_sequences else []:
+        if not _can_generate(arm.run.task):
+            yield (
+                f"generated_sequences is {recipe.generated_sequences}, and {arm.run.task.name} has "
+                "nothing to generate: its targets are not the tokens that follow, or do not begin "
+                "together"
+            )
+            return
+
+
+def _can_generate(task: Task) -> bool:
+    """Whether the targets are the tokens that follow, from one position on."""
+    batch = task.batch(0, "test", 0, 8)
+    mask = batch.target_mask
+    follows = (batch.y[:, :-1] == batch.x[:, 1:]) | ~mask[:, :-1]
+    together = len(set(mask.argmax(1).tolist())) == 1
+    return task.loss == "cross_entropy" and together and bool(follows.all())
 
 
 def _twins(recipe: Recipe) -> Iterator[str]:

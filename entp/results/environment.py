@@ -56,8 +56,9 @@ def _device_name(device: torch.device) -> str:
 def _commit() -> str | None:
     """What ENTP_COMMIT says, for a copy of the source; else its git commit, '+' appended if it has
     changes, or None."""
-    if "ENTP_COMMIT" in os.environ:
-        return os.environ["ENTP_COMMIT"]
+    told = os.environ.get("ENTP_COMMIT")
+    if told:
+        return told
     where = Path(__file__).parent
     try:
         commit = subprocess.run(

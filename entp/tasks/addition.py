@@ -7,7 +7,7 @@ test.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -16,6 +16,17 @@ import numpy as np
 from entp.errors import InputError
 from entp.fields import check_numbers
 from entp.tasks.base import IGNORE, Batch, Split, Task
+from entp.tasks.metrics import (
+    EXACT_MATCH,
+    LOSS,
+    TOKEN_ACCURACY,
+    Metric,
+    Predicted,
+    Score,
+    exact_match,
+    mean_loss,
+    token_accuracy,
+)
 
 ALPHABET = "$+=0123456789"
 
@@ -55,6 +66,25 @@ class Addition(Task):
             )
 
     @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """Exact match also by the digits of the longer number and by carries."""
+        return replace(EXACT_MATCH, slices=("digits", "carries")), TOKEN_ACCURACY, LOSS
+
+    def measure(self, batch: Batch, got: Predicted) -> dict[str, Score | None]:
+        a, b = self.operands(batch)
+        slices = {"digits": count_digits(np.maximum(a, b)), "carries": count_carries(a, b)}
+        return {
+            "exact_match": exact_match(batch, got, slices),
+            "token_accuracy": token_accuracy(batch, got),
+            "loss": mean_loss(got),
+        }
+
+    def operands(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """The two numbers of each sequence, from its note."""
+        assert batch.note is not None
+        return batch.note // 10**self.digits, batch.note % 10**self.digits
+
+    @property
     def stop(self) -> int:
         return ALPHABET.index("$")
 
@@ -66,7 +96,7 @@ class Addition(Task):
         pairs = _split_pairs(self.digits, self.train_examples, self.split_seed)[split]
         chosen = pairs[rng.integers(0, len(pairs), size)]
         lines = [self.line(int(p) // 10**self.digits, int(p) % 10**self.digits) for p in chosen]
-        return self.encode(lines)
+        return replace(self.encode(lines), note=chosen)
 
     def line(self, a: int, b: int) -> str:
         """`$12+34=64$`."""
@@ -108,3 +138,22 @@ def _split_pairs(digits: int, examples: int, split_seed: int) -> dict[str, np.nd
         "valid": rest[: len(rest) // 2],
         "test": rest[len(rest) // 2 :],
     }
+
+
+def count_digits(numbers: np.ndarray) -> np.ndarray:
+    """Digits of each number as it is written; 1 for 0."""
+    digits = np.ones_like(numbers)
+    while (numbers >= 10).any():
+        numbers = numbers // 10
+        digits += numbers > 0
+    return digits
+
+
+def count_carries(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """How often 1 is carried when a and b are added digit by digit."""
+    carries, carry = np.zeros_like(a), np.zeros_like(a)
+    while ((a > 0) | (b > 0)).any():
+        carry = (a % 10 + b % 10 + carry) // 10
+        carries += carry
+        a, b = a // 10, b // 10
+    return carries

@@ -36,6 +36,8 @@ class Metric:
     """exp: exp of the mean, for perplexity. bits: the mean over ln 2, for bits per byte."""
     slices: tuple[str, ...] = ()
     """What it is also measured by, such as "length"."""
+    bounds: tuple[float, float] | None = None
+    """The least and the most that it can be; intervals end there."""
 
     def shown(self, mean: float) -> float:
         """The number that people read."""
@@ -50,9 +52,9 @@ class Metric:
         return value >= goal if self.better == "higher" else value <= goal
 
 
-EXACT_MATCH = Metric("exact_match", unit="sequence")
+EXACT_MATCH = Metric("exact_match", unit="sequence", bounds=(0.0, 1.0))
 """Sequences whose every answer is right."""
-TOKEN_ACCURACY = Metric("token_accuracy", slices=("length",))
+TOKEN_ACCURACY = Metric("token_accuracy", slices=("length",), bounds=(0.0, 1.0))
 """Right answers, also by the number of tokens read."""
 LOSS = Metric("loss", better="lower")
 """Nats per target, or squared error."""
@@ -238,7 +240,8 @@ class Totals:
         if interval is None:
             return None
         low, high = (self.metric(name).shown(end) for end in interval)
-        return low, high
+        least, most = self.metric(name).bounds or (low, high)
+        return max(low, least), min(high, most)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` gives the totals back."""

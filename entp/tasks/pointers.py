@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -16,8 +16,17 @@ import numpy as np
 from entp.errors import InputError
 from entp.fields import check_numbers, choice_problems, raise_problems
 from entp.tasks.base import IGNORE, Baseline, Batch, Split, Task, few_sequences
-from entp.tasks.metrics import LOSS, Metric, Predicted, Score, mean_loss, token_accuracy
-from entp.tasks.metrics import exact_match as exact_match_score
+from entp.tasks.metrics import (
+    EXACT_MATCH,
+    LOSS,
+    TOKEN_ACCURACY,
+    Metric,
+    Predicted,
+    Score,
+    exact_match,
+    mean_loss,
+    token_accuracy,
+)
 
 
 @dataclass(frozen=True)
@@ -55,14 +64,12 @@ class Chase(Task):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        by_hops = ("hops",)
-        exact = Metric("exact_match", unit="sequence")
-        return exact, Metric("token_accuracy", slices=by_hops), LOSS
+        return EXACT_MATCH, replace(TOKEN_ACCURACY, slices=("hops",)), LOSS
 
     def measure(self, batch: Batch, got: Predicted) -> dict[str, Score | None]:
         slices: Mapping[str, np.ndarray] = {"hops": batch.position - self.nodes + 1}
         return {
-            "exact_match": exact_match_score(batch, got),
+            "exact_match": exact_match(batch, got),
             "token_accuracy": token_accuracy(batch, got, slices),
             "loss": mean_loss(got),
         }

@@ -15,11 +15,12 @@ from entp.errors import InputError
 
 
 @pytest.fixture(scope="module")
-def section() -> dict[str, Any]:
+def section(in_one_process: Any) -> dict[str, Any]:
     options = BenchGenerateOptions(
         "small", batch_size=2, prompt_length=3, length=9, vocab=11, repeats=2, device="cpu"
     )
-    return generate.bench(options)
+    with in_one_process():
+        return generate.bench(options)
 
 
 @pytest.mark.slow

@@ -17,8 +17,10 @@ from entp.stats import fit_exponent
 
 
 @pytest.fixture(scope="module")
-def section() -> dict[str, Any]:
-    return scaling.bench(BenchScalingOptions("8,16,24", repeats=1, warmup=0, device="cpu"))
+def section(in_one_process: Any) -> dict[str, Any]:
+    options = BenchScalingOptions("8,16,24", repeats=1, warmup=0, device="cpu")
+    with in_one_process():
+        return scaling.bench(options)
 
 
 @pytest.mark.slow

@@ -75,8 +75,8 @@ def field_of(asked: Run, path: str) -> Any:
     ],
 )
 def test_habit_gives_the_run_it_means(words: str, path: str, value: Any) -> None:
-    assert field_of(run(*words.split()), path) == value
-    assert type(field_of(run(*words.split()), path)) is type(value)
+    found = field_of(run(*words.split()), path)
+    assert (found, type(found)) == (value, type(value))
 
 
 def test_several_habits_work_together() -> None:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_runs import FLAGS, environment
+from small_runs import FLAGS
 
 from entp.cli.main import main
 
@@ -204,8 +204,8 @@ def test_own_task_with_position_ids_trains_and_generates(
     assert read(capsys, "evaluate", "run", *own, "--batches=1", "--generate")
 
 
-def test_progress_bar_on_a_terminal(tmp_path: Path) -> None:
-    """A real pseudo-terminal: the bar is redrawn with carriage returns and shows the steps."""
+def test_progress_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pseudo-terminal: the bar is redrawn with carriage returns and shows the steps."""
     import fcntl
     import pty
     import struct
@@ -213,22 +213,11 @@ def test_progress_bar_on_a_terminal(tmp_path: Path) -> None:
 
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "entp", *TRAIN, "--out=run"],
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        stderr=slave,
-        env=environment(),
-    )
-    os.close(slave)
-    shown = b""
-    while True:
-        try:
-            shown += os.read(master, 4096)
-        except OSError:  # the other end is closed
-            break
+    with open(slave, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        assert main([*TRAIN, f"--out={tmp_path / 'run'}"]) == 0
+    shown = os.read(master, 100_000)
     os.close(master)
-    assert process.wait(timeout=300) == 0
     assert b"\r" in shown
     assert b"count3 entp: 100%" in shown
     assert re.findall(rb"(\d+)/(\d+) \[", shown)[-1] == (b"6", b"6")

@@ -28,14 +28,20 @@ from documents import (
 
 import entp.cli
 from entp.bench.options import BENCHES
+from entp.cli.aliases import HABITS, SWITCHES
 from entp.cli.derive import options_of
 from entp.cli.main import COMMANDS, main
 from entp.cli.theory import THEORY
 from entp.cli.train import run_of, train_options
 from entp.experiments import RECIPES
+from entp.experiments.recipe import find_recipe
 from entp.tasks.base import TASKS, task_class
 
-MODULES = [importlib.import_module(f"entp.cli.{m.name}") for m in pkgutil.iter_modules(entp.cli.__path__)]
+MODULES = [
+    importlib.import_module(f"entp.cli.{found.name}")
+    for found in pkgutil.iter_modules(entp.cli.__path__)
+]
+OTHER_PROGRAMS = "mypy|pip|pytest|torchrun"
 MAP = DOCS / "map.md"
 
 
@@ -83,24 +89,30 @@ def test_commands_and_recipes_exist(path: Path) -> None:
 
 @lru_cache
 def every_option() -> set[str]:
-    """The options of all commands."""
+    """The options of all commands, and what else they may be called."""
     kinds = [train_options(task_class(name)) for name in TASKS]
     kinds += [*BENCHES.values(), *THEORY.values()]
     for module in MODULES:
         found = [value for name, value in vars(module).items() if name.endswith("Options")]
         kinds += [kind for kind in found if isinstance(kind, type)]
-    return {option for kind in kinds for option in options_of(kind)}
+    options = {name: option for kind in kinds for name, option in options_of(kind).items()}
+    switches = [name for name, option in options.items() if "bool" in str(option.kind)]
+    habits = {f"--{habit}" for names in HABITS.values() for habit in names}
+    return {*options, *map(negated, switches), *habits, *SWITCHES}
+
+
+def negated(switch: str) -> str:
+    """--a.b as --a.no-b."""
+    part, dot, last = switch.removeprefix("--").rpartition(".")
+    return f"--{part}{dot}no-{last}"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_options_exist(path: Path) -> None:
-    spans = " ".join(span for span in spans_in(path) if not re.search("pytest|pip|torchrun", span))
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9.-]*[a-z0-9]", spans))
-    known = every_option() | {"--help", "--help-all", "--version"} | ALIASES
+    ours = [span for span in spans_in(path) if not re.search(OTHER_PROGRAMS, span)]
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9.-]*[a-z0-9]", " ".join(ours)))
+    known = every_option() | {"--help", "--help-all", "--version"}
     assert named <= known, sorted(named - known)
-
-
-ALIASES = {"--lr", "--bs", "--bf16", "--fp32", "--layers", "--warmup", "--wandb"}
 
 
 class Parsed(Exception):
@@ -109,15 +121,16 @@ class Parsed(Exception):
 
 @pytest.fixture
 def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the files of docs/add-a-task.md, which is the current one."""
+    """The current folder: it has the files of docs/add-a-task.md, and folders like the
+    repository's."""
     for name, source in zip(EXAMPLES, code_blocks(DOCS / "add-a-task.md", "python"), strict=True):
         (tmp_path / name).write_text(source)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in EXAMPLES:
         monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
-    (tmp_path / "results").mkdir()
-    (tmp_path / "docs").mkdir()
+    for name in ("docs", "results"):
+        (tmp_path / name).mkdir()
     return tmp_path
 
 
@@ -138,7 +151,8 @@ def parse_and_stop(parse: Any) -> Any:
 
 def from_the_map() -> list[Command]:
     """The commands of docs/map.md, with a name in place of TASK and RUN."""
-    spans = [span for row in rows_of(MAP, "paper") for span in re.findall(r"`(entp [^`]+)`", row[3])]
+    cells = " ".join(row[3] for row in rows_of(MAP, "paper"))
+    spans = re.findall(r"`(entp [^`]+)`", cells)
     lines = [span.replace("TASK", "count3").replace("RUN", "runs/first") for span in set(spans)]
     return [Command(MAP.name, line) for line in sorted(lines)]
 
@@ -154,8 +168,11 @@ def test_command_parses(command: Command, capsys: pytest.CaptureFixture[str]) ->
     try:
         code = main(words[1:])
     except Parsed as parsed:
+        (options,) = parsed.args
         if words[1] == "train":
-            run_of(parsed.args[0])
+            run_of(options)
+        if words[1] == "reproduce" and options.only != ("all",):
+            assert {arm.label for arm in find_recipe(words[2]).arms} >= set(options.only)
     else:
         assert code == 0, f"{command.document}: {capsys.readouterr().err}"
 

@@ -57,6 +57,18 @@ def test_map_has_the_recorded_exact_matches(count3: Record) -> None:
         assert cells == expected, label
 
 
+def test_map_has_the_recorded_depths_at_16_integers() -> None:
+    record = read_record(ROOT / "results" / "count3-depth.json")
+    for layers, *cells in rows_of(MAP, "layers", "decoder, exact match"):
+        for mode, told in zip(("decoder", "ENTP"), cells, strict=True):
+            arm = record.arms.get(f"{mode}, layers {layers}, length 16")
+            assert (arm is None) == (told == "")
+            if arm is not None:
+                (value,) = values_of(record, arm, "exact_match")
+                assert told == f"{percent(value)} %"
+                assert [run.test and run.test.concurrent_runs for run in arm.runs] == [1]
+
+
 def test_differences_have_intervals_by_sequences_and_by_seeds(count3: Record) -> None:
     for label, seeds, mean, pooled, interval in rows_of(DIFFERENCES, "Count3 of 64", "seeds"):
         values = values_of(count3, count3.arms[label], "exact_match")

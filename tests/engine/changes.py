@@ -1,5 +1,4 @@
-"""Ways in which people change a model after it was built, for tests that no implementation then
-gives a wrong number."""
+"""Ways in which people change a model after it was built."""
 
 from __future__ import annotations
 
@@ -118,7 +117,7 @@ def norms(make: Callable[[int], nn.Module]) -> Callable[[Transformer], None]:
 
 
 def put(name: str, make: Callable[[Any], Any]) -> Callable[[Transformer], None]:
-    """Replace a part of every block."""
+    """Replace a module of every block."""
     return each_block(lambda block: setattr(block, name, make(getattr(block, name, None))))
 
 

@@ -19,8 +19,7 @@ BATCH, TIME = 3, 9
 
 
 def counted(work: Any) -> Counter[str]:
-    """Operations by kind. Attention runs as plain products: torch counts a fused backward with its
-    recomputation."""
+    """Operations by kind, with attention as plain products: torch counts fused ones otherwise."""
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         work()
     return Counter(
@@ -29,8 +28,7 @@ def counted(work: Any) -> Counter[str]:
 
 
 def mask(kind: str) -> torch.Tensor:
-    """Wanted prefixes: all of them, those after a seed, or some at random with nothing at the last
-    position."""
+    """All prefixes, those after a seed, or some at random with nothing at the last position."""
     target_mask = torch.ones(BATCH, TIME, dtype=torch.bool)
     if kind == "seed":
         target_mask[:, :4] = False
@@ -71,7 +69,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options_of_the_model_are_counted(options: dict[str, Any]) -> None:
-    """The loop and the decoder exactly; of the engine the linear layers, which are not attention's."""
+    """The loop and the decoder exactly; of the engine the linear layers."""
     target_mask = mask("all")
     config, found = step(target_mask, "entp", "reference", layers=2, heads=4, **options)
     assert reference_flops(config, target_mask).total == found.total()
@@ -117,22 +115,21 @@ def test_the_engine_is_what_packed_does(layers: int, kind: str) -> None:
     blocks_add = found.total() - flops.total
     longest = int(target_mask.nonzero()[:, 1].max()) + 1
     lengths = int(target_mask.any(0).sum())
-    dense = (
-        3 * 2 * config.width * BATCH * longest**2 * lengths
-    )  # every length over every pair, forward and backward
+    # Every length over every pair, forward and backward.
+    dense = 3 * 2 * config.width * BATCH * longest**2 * lengths
     assert blocks_add <= dense if layers > 1 else blocks_add == 0
 
 
-def test_the_shares_of_the_document_come_out() -> None:
+def test_fractions_of_the_document_come_out() -> None:
     """Linear work left is (12 L - 15) / (12 L) in the limit of long sequences: docs/engine.md."""
     target_mask = torch.ones(1, 4096, dtype=torch.bool)
-    for layers, share in ((2, 9 / 24), (6, 57 / 72)):
+    for layers, fraction in ((2, 9 / 24), (6, 57 / 72)):
         config = ModelConfig(vocab=2, context_length=4096, layers=layers, heads=2, width=32)
         left = (
             engine_flops(config, target_mask).linear / reference_flops(config, target_mask).linear
         )
-        assert left == pytest.approx(share, rel=1e-2)
-        assert left > share
+        assert left == pytest.approx(fraction, rel=1e-2)
+        assert left > fraction
 
 
 def test_the_engine_never_does_more_than_the_loop() -> None:
@@ -145,7 +142,7 @@ def test_the_engine_never_does_more_than_the_loop() -> None:
         assert decoder_flops(config, target_mask).total < 0.1 * engine.total
 
 
-def test_nothing_wanted_costs_nothing() -> None:
+def test_no_targets_cost_nothing() -> None:
     target_mask = torch.zeros(2, 5, dtype=torch.bool)
     config = ModelConfig(vocab=7, context_length=5, layers=3, heads=1, width=8)
     assert (
@@ -155,8 +152,7 @@ def test_nothing_wanted_costs_nothing() -> None:
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_one_more_token(layers: int) -> None:
-    """Decoder exactly. ENTP's first layer adds a key by elementwise products, which torch does not
-    count."""
+    """Decoder exactly; torch does not count the elementwise products of ENTP's first layer."""
     model = random_model(layers=layers, heads=4, context_length=TIME)
     x, lengths = random_inputs(model, 1, TIME), torch.tensor([TIME - 1])
     for mode in ("decoder", "entp") if layers > 1 else ("decoder",):

@@ -1,5 +1,4 @@
-"""The packed engine against the reference loop: outputs, every gradient, budgets, extreme scores,
-bfloat16, and its parts."""
+"""The packed engine against the reference: outputs, gradients, budgets, extreme scores, bfloat16."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ Results = dict[str, Tensor]
 
 
 def results(model: Transformer, x: Tensor, **options: Any) -> Results:
-    """Outputs, and the gradients of all parameters (and of vector inputs) of a loss that weighs
-    each output differently."""
+    """Outputs, and all gradients of a loss that weighs each output differently."""
     model.zero_grad()
     if x.is_floating_point():
         x = x.clone().requires_grad_()
@@ -44,8 +42,7 @@ def results(model: Transformer, x: Tensor, **options: Any) -> Results:
 
 
 def assert_same(got: Results, expected: Results, close: float = CLOSE) -> None:
-    """Each tensor to `close` of its largest number; tensors that are 0 but for rounding, of the
-    largest gradient."""
+    """Each tensor to `close` of its largest number, or to rounding of the largest gradient."""
     assert got.keys() == expected.keys()
     rounding = 1e-13 * max(g.abs().max().item() for name, g in expected.items() if name != "output")
     for name, e in expected.items():
@@ -87,10 +84,8 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def questions(draw: st.DrawFn) -> dict[str, Any]:
     """Sizes of a batch, its lengths, and the target positions."""
-    batch, time = (
-        draw(st.integers(1, 3)),
-        draw(st.sampled_from([1, 2, 3, 5, 9, 15, 16, 17, 23, 31, 32, 33, 36])),
-    )
+    batch = draw(st.integers(1, 3))
+    time = draw(st.sampled_from([1, 2, 3, 5, 9, 15, 16, 17, 33]))
     lengths = None
     if draw(st.booleans()):
         lengths = torch.tensor(draw(st.lists(st.integers(1, time), min_size=batch, max_size=batch)))
@@ -100,22 +95,17 @@ def questions(draw: st.DrawFn) -> dict[str, Any]:
         at = draw(st.lists(st.integers(0, time - 1), min_size=1, max_size=6))
     elif kind != "all":
         probability = {"empty mask": 0.0, "sparse mask": 0.1, "mask": 0.6}[kind]
-        at = (
-            torch.rand(
-                batch, time, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))
-            )
-            < probability
-        )
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+        at = torch.rand(batch, time, generator=generator) < probability
     ids = None
     if draw(st.booleans()):
-        ids = torch.randint(
-            40, (batch, time), generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))
-        )
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+        ids = torch.randint(40, (batch, time), generator=generator)
     return {"batch": batch, "time": time, "lengths": lengths, "at": at, "position_ids": ids}
 
 
 @given(configs(), questions(), st.integers(0, 1000))
-@settings(max_examples=150)
+@settings(max_examples=80)
 def test_packed_is_the_reference(
     config: dict[str, Any], question: dict[str, Any], seed: int
 ) -> None:
@@ -127,8 +117,18 @@ def test_packed_is_the_reference(
     )
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3, 4])
-@pytest.mark.parametrize("time", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1, 40])
+@pytest.mark.parametrize(
+    ("layers", "time"),
+    [
+        (1, BLOCK + 1),
+        (2, BLOCK - 1),
+        (2, BLOCK),
+        (2, BLOCK + 1),
+        (3, 2 * BLOCK + 1),
+        (4, 2 * BLOCK),
+        (3, 40),
+    ],
+)
 def test_across_the_blocks_of_layer_one(layers: int, time: int) -> None:
     model = random_model(layers=layers)
     x = random_inputs(model, 2, time)
@@ -137,13 +137,13 @@ def test_across_the_blocks_of_layer_one(layers: int, time: int) -> None:
 
 @pytest.mark.parametrize("at", [[38], [16], [15, 33, 33, 2], [39, 0]])
 def test_few_positions_far_apart(at: list[int]) -> None:
-    """Whole blocks without a target_mask length still have to carry the running state on."""
+    """Whole blocks without a target still have to carry the state on."""
     model = random_model(layers=3, input_dim=3)
     x = random_inputs(model, 2, 40)
     assert_same(results(model, x, impl="packed", at=at), results(model, x, impl="reference", at=at))
 
 
-def test_nothing_asked_for_gives_no_rows_and_no_gradient() -> None:
+def test_no_targets_give_no_rows_and_no_gradient() -> None:
     model = random_model(layers=3)
     x = random_inputs(model, 2, 9)
     nothing = results(model, x, impl="packed", at=torch.zeros(2, 9, dtype=torch.bool))
@@ -154,6 +154,7 @@ def test_nothing_asked_for_gives_no_rows_and_no_gradient() -> None:
 # Budgets
 
 
+@settings(max_examples=15)
 @given(
     st.integers(1, 400), questions(), st.sampled_from(["packed", "reference"]), st.integers(2, 3)
 )
@@ -188,54 +189,48 @@ def rows_of(mask: Tensor) -> list[int]:
     st.integers(1, 9), st.integers(1, 20), st.floats(0, 1), st.integers(0, 99), st.integers(1, 600)
 )
 def test_split(batch: int, time: int, probability: float, seed: int, budget: int) -> None:
-    """Disjoint, complete, within the budget unless a single prefix; sequences that fit are whole,
-    in few and even parts."""
+    """Disjoint, complete, within the budget; sequences that fit are whole, in few even chunks."""
     target_mask = (
         torch.rand(batch, time, generator=torch.Generator().manual_seed(seed)) < probability
     )
-    parts, rows = list(split(target_mask, budget)), rows_of(target_mask)
-    assert torch.equal(
-        torch.stack([torch.zeros_like(target_mask), *parts]).sum(0), target_mask.long()
-    )
-    assert all(0 < sum(rows_of(part)) <= budget or int(part.sum()) == 1 for part in parts)
+    chunks, rows = list(split(target_mask, budget)), rows_of(target_mask)
+    together = torch.stack([torch.zeros_like(target_mask), *chunks]).sum(0)
+    assert torch.equal(together, target_mask.long())
+    assert all(0 < sum(rows_of(chunk)) <= budget or int(chunk.sum()) == 1 for chunk in chunks)
     whole = [
         sum(r)
-        for r in map(rows_of, parts)
+        for r in map(rows_of, chunks)
         if sum(r) <= budget and all(a in (0, b) for a, b in zip(r, rows, strict=True))
     ]
     fitting = [n for n in rows if 0 < n <= budget]
     assert sum(whole) == sum(fitting)
-    if least := -(
-        -sum(fitting) // budget
-    ):  # two neighbours have more than an even share together, or k pairs had it all
+    least = -(-sum(fitting) // budget)
+    if least:  # two neighbours have more than an even part together, or k pairs had it all
         assert least <= len(whole) <= 2 * least - 1
         assert max(whole) < sum(fitting) / least + max(fitting)
-    for b in (
-        b for b, n in enumerate(rows) if n > budget
-    ):  # cut between lengths: shortest first, as many as go in
-        lengths = [(part[b].nonzero()[:, 0] + 1).tolist() for part in parts if part[b].any()]
-        assert [m for part in lengths for m in part] == (
-            target_mask[b].nonzero()[:, 0] + 1
-        ).tolist()
-        assert all(sum(now) + later[0] > budget for now, later in itertools.pairwise(lengths))
+    for b, n in enumerate(rows):
+        if n > budget:  # cut between lengths: shortest first, as many as go in
+            lengths = [(c[b].nonzero()[:, 0] + 1).tolist() for c in chunks if c[b].any()]
+            joined = [m for chunk in lengths for m in chunk]
+            assert joined == (target_mask[b].nonzero()[:, 0] + 1).tolist()
+            assert all(sum(now) + later[0] > budget for now, later in itertools.pairwise(lengths))
 
 
 def test_split_by_example() -> None:
     target_mask = torch.ones(4, 4, dtype=torch.bool)  # 4 sequences of 1 + 2 + 3 + 4 = 10 rows
-    parts = [[rows_of(part) for part in split(target_mask, budget)] for budget in (40, 39, 9)]
-    assert parts[:2] == [
-        [[10, 10, 10, 10]],
-        [[10, 10, 0, 0], [0, 0, 10, 10]],
-    ]  # not three sequences and one
-    assert parts[2][:3] == [[6, 0, 0, 0], [4, 0, 0, 0], [0, 6, 0, 0]]  # 1 + 2 + 3, then 4
+    all_rows, even, cut = (
+        [rows_of(chunk) for chunk in split(target_mask, budget)] for budget in (40, 39, 9)
+    )
+    assert all_rows == [[10, 10, 10, 10]]
+    assert even == [[10, 10, 0, 0], [0, 0, 10, 10]]  # not three sequences and one
+    assert cut[:3] == [[6, 0, 0, 0], [4, 0, 0, 0], [0, 6, 0, 0]]  # 1 + 2 + 3, then 4
 
 
 # Extreme scores
 
 
 def with_extreme_scores(pattern: str, size: float, layers: int = 3) -> tuple[Transformer, Tensor]:
-    """A model whose first layer's scores are of about `size`: of random signs, or growing or
-    shrinking along the keys."""
+    """A model whose first layer's scores are of about `size`, random or with a slope over keys."""
     model = random_model(
         layers=layers,
         input_dim=3,
@@ -300,16 +295,16 @@ def test_extreme_scores_stay_finite_in_single_precision(pattern: str) -> None:
 # bfloat16
 
 
-def bf16_errors(seed: int, impl: str, **config: Any) -> float:
-    """Mean absolute error of outputs under bfloat16 autocast, against the float64 reference."""
+def bf16_errors(seed: int, **config: Any) -> list[float]:
+    """Mean absolute errors of packed and the reference under bfloat16 autocast, against float64."""
     model = random_model(seed, **config)
-    x = random_inputs(model, 1, 18, seed)
+    x = random_inputs(model, 1, 12, seed)
     with torch.no_grad():
         exact = all_prefixes(model, x, impl="reference")
         model.float()
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            rounded = all_prefixes(model, x, impl=impl)
-    return (rounded.double() - exact).abs().mean().item()
+            rounded = [all_prefixes(model, x, impl=impl) for impl in ("packed", "reference")]
+    return [(one.double() - exact).abs().mean().item() for one in rounded]
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -328,29 +323,24 @@ def test_weights_in_bfloat16_give_outputs_and_gradients_in_bfloat16(layers: int)
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_bfloat16_is_no_worse_than_the_reference() -> None:
-    """Over 48 models the mean log ratio of the two errors is not above 0 by more than three
-    standard errors (5 %)."""
+    """The mean log ratio of the errors is not above 0 by more than three standard errors."""
     shapes: list[dict[str, Any]] = [
         {"width": 16},
         {"width": 32, "heads": 4},
         {"width": 16, "attention_scale": "one"},
     ]
-    configs = [{"layers": layers, **shape} for layers in (3, 4) for shape in shapes]
-    ratios = torch.tensor(
-        [
-            math.log(
-                bf16_errors(seed, "packed", **config) / bf16_errors(seed, "reference", **config)
-            )
-            for config in configs
-            for seed in range(8)
-        ]
-    )
+    found = []
+    for shape in shapes:
+        for seed in range(8):
+            packed_error, reference_error = bf16_errors(seed, layers=3 + seed % 2, **shape)
+            found.append(math.log(packed_error / reference_error))
+    ratios = torch.tensor(found)
     mean, error = ratios.mean().item(), ratios.std().item() / math.sqrt(len(ratios))
-    assert error < 0.03  # else the test could not tell
+    assert error < 0.04  # else the test could not tell
     assert mean <= 3 * error, f"packed has {math.exp(mean):.3f} times the reference's error"
 
 
-# Parts
+# Functions of the engine
 
 
 @given(st.integers(1, 3), st.integers(1, 36), st.floats(0.05, 1), st.integers(0, 99))
@@ -359,9 +349,8 @@ def test_pack_layout(batch: int, time: int, probability: float, seed: int) -> No
         torch.rand(batch, time, generator=torch.Generator().manual_seed(seed)) < probability
     )
     packing = pack(target_mask)
-    expected = [
-        (t + 1, b) for t in range(time) for b in range(batch) if target_mask[b, t]
-    ]  # by length, then by sequence
+    # By length, then by sequence.
+    expected = [(t + 1, b) for t in range(time) for b in range(batch) if target_mask[b, t]]
     assert list(zip(packing.length.tolist(), packing.sequence.tolist(), strict=True)) == expected
     lengths = [m for m, _ in expected]
     assert packing.groups == tuple((m, lengths.count(m)) for m in sorted(set(lengths)))

@@ -1,8 +1,7 @@
-"""Triton kernels that go over rows once, against the plain functions that define them: outputs and
-every gradient.
+"""Triton kernels over rows against the plain functions that define them: outputs and gradients.
 
 Without a GPU they run through Triton's interpreter: the same code, one program after the other,
-about 10 ms each, so shapes are small. With a GPU they run there, as part of `make gpu-test`.
+several ms each, so shapes are small. With a GPU they run there, as part of `make gpu-test`.
 """
 
 from __future__ import annotations
@@ -83,23 +82,14 @@ def with_gradients(function: Callable[..., Any], inputs: list[Tensor], *rest: An
 
 
 def worst(got: list[Tensor], want: list[Tensor]) -> float:
-    """Largest deviation, relative to the largest number of its tensor, or to 1 (a one-row prefix
-    has zero gradients)."""
+    """Largest deviation, relative to the largest number of its tensor, and to at least 1."""
     assert [g.shape for g in got] == [w.shape for w in want]
-    pairs = [
-        (g.detach().double(), w.detach().double())
-        for g, w in zip(got, want, strict=True)
-        if w.numel()
-    ]
-    return (
-        float(
-            torch.stack(
-                [(g - w).abs().max() / w.abs().max().clamp(min=1.0) for g, w in pairs]
-            ).max()
-        )
-        if pairs
-        else 0.0
-    )
+    found = [torch.zeros((), dtype=torch.float64)]
+    for one, two in zip(got, want, strict=True):
+        g, w = one.detach().double().cpu(), two.detach().double().cpu()
+        if w.numel():
+            found.append((g - w).abs().max() / w.abs().max().clamp(min=1.0))
+    return float(torch.stack(found).max())
 
 
 @contextmanager
@@ -178,8 +168,7 @@ def test_add_norm(count: int, width: int, norm: Norm, seed: int) -> None:
 
 @pytest.mark.parametrize("norm", NORMS, ids=str)
 def test_programs_that_take_several_tiles(norm: Norm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 2 programs for 5 tiles of rows, one has 3 and one has 2: gradients of biases add up all
-    the same."""
+    """With 2 programs for 5 tiles of rows, one has 3 and one has 2: gradients of biases add up."""
     monkeypatch.setattr(rows, "PROGRAMS", 2)
     inputs = [numbers(73, 7, seed=0), numbers(73, 7, seed=1), numbers(7, seed=2)]
     want = with_gradients(rows.plain_add_norm, inputs, norm)
@@ -200,7 +189,7 @@ def test_programs_that_take_several_tiles(norm: Norm, monkeypatch: pytest.Monkey
 )
 @example(1, 1, 8, NORMS[0], 0)
 def test_first_add_norm(batch: int, time: int, width: int, norm: Norm, seed: int) -> None:
-    """The stream's rows come from tokens; a token that no target_mask prefix has gets no gradient."""
+    """The stream's rows come from tokens; a token in no prefix gets no gradient."""
     plan = packing(batch, time, seed)
     inputs = [
         numbers(batch, time, width, seed=seed),
@@ -247,8 +236,7 @@ def test_normed(count: int, width: int, norm: Norm, seed: int) -> None:
 
 
 def test_norm_of_rows_far_from_zero() -> None:
-    """Rows whose mean is a million times their spread: the variance is taken after the mean, or all
-    digits would be gone."""
+    """Rows whose mean is a million times their spread: the variance is taken after the mean."""
     h, other = numbers(5, 24, seed=0) + 1e6, numbers(5, 24, seed=1)
     want = with_gradients(rows.plain_add_norm, [h, other, numbers(24, seed=2)], NORMS[0])
     assert (
@@ -345,8 +333,7 @@ def gain_and_shift(x: Tensor, norm: nn.Module) -> Tensor:
     st.integers(0, 99),
 )
 def test_norm_linear(count: int, width: int, outputs: int, normed: bool, seed: int) -> None:
-    """Product and bias add up to the plain layer with all its gradients; the product alone is
-    without the bias."""
+    """Product and bias add up to the plain layer with all its gradients."""
     layer, norm = layers(width, outputs, seed, normed)
     x = numbers(count, width, seed=seed).requires_grad_()
     leaves = [x, *layer.parameters(), *norm.parameters()]
@@ -371,8 +358,7 @@ def test_norm_linear(count: int, width: int, outputs: int, normed: bool, seed: i
 def test_norm_linear_and_activation(
     count: int, width: int, normed: bool, kind: int, seed: int
 ) -> None:
-    """The two as the MLP uses them: the activation adds the bias, whose gradient reaches bias,
-    matrix and shift."""
+    """The two as in the MLP: the activation adds the bias, whose gradient reaches all weights."""
     layer, norm = layers(width, 4 * width, seed, normed)
     x = numbers(count, width, seed=seed).requires_grad_()
     leaves = [x, *layer.parameters(), *norm.parameters()]
@@ -386,20 +372,17 @@ def test_norm_linear_and_activation(
 
 @pytest.mark.parametrize("normed", [True, False])
 def test_norm_linear_with_the_bias_in_the_product(normed: bool) -> None:
-    """With `add` the product has the bias; it passes no gradient to it, because the kernel that
-    reads it does."""
+    """With `add` the product has the bias, whose gradient the kernel that reads it makes."""
     layer, norm = layers(12, 7, 0, normed)
     x = numbers(5, 12, seed=0).requires_grad_()
     product, bias = norm_linear(x, layer, norm, add=True)
-    want = layer(gain_and_shift(x, norm))
-    assert (
-        worst([product, bias], [want, layer(gain_and_shift(torch.zeros_like(x), norm))[0]]) < CLOSE
-    )
+    of_zero = layer(gain_and_shift(torch.zeros_like(x), norm))[0]
+    assert worst([product, bias], [layer(gain_and_shift(x, norm)), of_zero]) < CLOSE
     leaves = [x, *layer.parameters(), *norm.parameters()]
     through_the_product = x @ (layer.weight * norm.weight if normed else layer.weight).T
-    _, *target_mask = results(through_the_product + 0 * sum(p.sum() for p in leaves), leaves)
+    _, *want = results(through_the_product + 0 * sum(p.sum() for p in leaves), leaves)
     _, *got = results(product + 0 * sum(p.sum() for p in leaves), leaves)
-    assert worst(got, target_mask) < CLOSE
+    assert worst(got, want) < CLOSE
 
 
 @settings(max_examples=EXAMPLES)
@@ -447,8 +430,7 @@ def targets_below(count: int, vocab: int, seed: int) -> Tensor:
 @example(2, loss.BLOCK + 1, 0, True)
 @example(1, 2 * loss.BLOCK, 0, False)
 def test_cross_entropy(count: int, vocab: int, seed: int, weighted: bool) -> None:
-    """Vocabularies that are one block, less, or several and a bit; no rows at all is a loss of 0;
-    rows count by weights."""
+    """Vocabularies of a block, less, or several; no rows are a loss of 0; rows may have weights."""
     inputs, targets = (
         [numbers(count, vocab, seed=seed, size=4.0)],
         targets_below(count, vocab, seed),
@@ -511,9 +493,8 @@ def test_rotate(count: int, heads: int, size: int, seed: int) -> None:
 
 def test_rotate_rounds_half_precision_once() -> None:
     turn = rotation(16, 30, 0)
-    half = (
-        torch.bfloat16 if DEVICE == "cuda" else torch.float16
-    )  # the interpreter cuts bfloat16 off instead of rounding it
+    # The interpreter cuts bfloat16 off instead of rounding it.
+    half = torch.bfloat16 if DEVICE == "cuda" else torch.float16
     qkv = numbers(30, 96, seed=0).to(half)
     exact = rotary.plain_rotate(qkv.double(), turn, 2)
     single = rotary.Rotation(turn.cos.float(), turn.sin.float(), turn.which)

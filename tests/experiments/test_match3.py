@@ -3,14 +3,13 @@ that was learned."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from entp.config.json import run_from_json
-from entp.stats import wilson
+from entp.results.store import read_record
 from entp.tasks.counting import Match3
 
 RECORDED = Path(__file__).parents[2] / "results" / "match3.json"
@@ -37,17 +36,19 @@ def by_two_tables(task: Match3, sequences: int) -> tuple[float, float, float]:
 @pytest.mark.parametrize("label", LABELS)
 def test_with_integers_below_128_two_tables_are_what_was_learned(label: str) -> None:
     loss, tokens, sequences = by_two_tables(Match3(), 40_000)
-    (run,) = json.loads(RECORDED.read_text())["arms"][label]["runs"]
-    assert run_from_json(run["settings"]).task == Match3()
-    assert run["final"]["loss"] == pytest.approx(loss, abs=0.003)
-    assert run["final"]["token_accuracy"] == pytest.approx(tokens, abs=0.001)
-    n = run["final"]["n"]
-    low, high = wilson(round(run["final"]["sequence_accuracy"] * n), n)
+    record = read_record(RECORDED)
+    (run,) = record.arms[label].runs
+    assert run_from_json(run.config).task == Match3()
+    assert run.test is not None
+    totals = run.test.totals.totals(record.metrics)
+    assert totals.value("loss") == pytest.approx(loss, abs=0.003)
+    assert totals.value("token_accuracy") == pytest.approx(tokens, abs=0.001)
+    low, high = totals.interval("exact_match") or (1, 0)
     assert low < sequences < high
 
 
 def test_with_integers_below_64_two_tables_are_far_from_all_of_it() -> None:
     """So a run that learns it has learned sums of three."""
-    loss, _, sequences = by_two_tables(Match3(values=64), 40_000)
+    loss, _, sequences = by_two_tables(Match3(num_values=64), 40_000)
     assert loss > 0.2
     assert sequences < 0.3

@@ -1,5 +1,4 @@
-"""docs/change-the-model.md says what the code does: its blocks run as written, its tables are those
-of the code."""
+"""docs/change-the-model.md says what the code does: its blocks run, its tables are the code's."""
 
 from __future__ import annotations
 
@@ -10,13 +9,13 @@ import io
 import re
 import warnings
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
 from engine.changes import CHANGES
 from random_models import random_inputs, random_model
-from test_docs import ROOT, table, without_blocks
 from torch import Tensor, nn
 
 import entp
@@ -27,16 +26,13 @@ from entp.engine.check import Report
 from entp.engine.support import support_of
 from entp.errors import EngineWarning, InputError
 
-DOCUMENT = ROOT / "docs" / "change-the-model.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "change-the-model.md"
 SECTIONS = dict(
     re.findall(
         r"^## (\d)\. .*?\n(.*?)(?=^## |\Z)", DOCUMENT.read_text(), flags=re.MULTILINE | re.DOTALL
     )
 )
 WITH_CODE = "123456"
-KERNELS_ARE_TESTED_ELSEWHERE = "TRITON_INTERPRET"
-"""Unset, so that entp.check leaves the kernels out, as on a reader's CPU: interpreted they take ten
-seconds a model."""
 
 
 class Ran(NamedTuple):
@@ -51,7 +47,20 @@ class Ran(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(KERNELS_ARE_TESTED_ELSEWHERE, raising=False)
+    """entp.check leaves the kernels out, as on a reader's CPU: interpreted they take seconds."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def without_blocks(text: str) -> str:
+    """The text without its fenced code."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def table(columns: int) -> list[list[str]]:
+    """Rows of the document's tables of that many columns."""
+    lines = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in rows if len(row) == columns and set(row[0]) != {"-"}]
 
 
 def blocks(section: str) -> list[str]:
@@ -146,7 +155,7 @@ def test_there_are_seven_sections_and_short_sentences() -> None:
 def option_rows() -> list[tuple[str, list[Any], list[bool]]]:
     """Field, values, and whether reference, packed and kernels take them."""
     found = []
-    for field, values, *takes in table(DOCUMENT, 5):
+    for field, values, *takes in table(5):
         if field.startswith("`"):
             assert set(takes) <= {"yes", "no"}
             found.append(
@@ -198,7 +207,7 @@ def test_the_table_of_options_is_complete() -> None:
 def test_the_table_of_limits() -> None:
     """Models at the limits run by the kernels, those one step beyond do not."""
     pytest.importorskip("triton")
-    rows = {row[0]: [int(n) for n in row[1:]] for row in table(DOCUMENT, 3) if row[1].isdigit()}
+    rows = {row[0]: [int(n) for n in row[1:]] for row in table(3) if row[1].isdigit()}
     heads_of = {
         "numbers in a head, at most": 1,
         "width, up to 16 heads": 16,
@@ -367,7 +376,7 @@ def test_which_members_are_needed() -> None:
         entp.generate(model, [[1, 2]], 2)
     with pytest.raises(InputError, match="x="):
         entp.check(model)
-    (needed,) = [row[0] for row in table(DOCUMENT, 2) if row[1] == "everything"]
+    (needed,) = [row[0] for row in table(2) if row[1] == "everything"]
     for name in re.findall(r"`(\w+)`", needed):
         model = Encoder()
         blank = type(
@@ -388,7 +397,7 @@ def with_dropout(model: entp.Transformer) -> None:
     model.train()
 
 
-REFUSED = {row[0]: row[1:] for row in table(DOCUMENT, 4) if row[0] != "change"}
+REFUSED = {row[0]: row[1:] for row in table(4) if row[0] != "change"}
 APPLY = {name: change.apply for name, change in CHANGES.items()} | {"active dropout": with_dropout}
 
 

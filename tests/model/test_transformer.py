@@ -24,7 +24,7 @@ VECTORS = {"input_dim": 3, "outputs": 2, "layers": 3}
 
 
 def run(model: Transformer, x: Tensor, mode: str, prefix: Any = 3, **options: Any) -> Tensor:
-    """model(x, mode), with a prefix of 3 in mode prefix unless told."""
+    """model(x, mode), with a prefix of 3 in mode prefix-lm unless told."""
     return model(x, mode, prefix=prefix if mode == "prefix-lm" else None, **options)
 
 
@@ -479,7 +479,7 @@ def test_unknown_modes_and_missing_prefix() -> None:
     x = random_inputs(model, 2, 5)
     with pytest.raises(InputError, match=r"unknown mode 'enpt'.*Did you mean entp"):
         model(x, "enpt")
-    with pytest.raises(InputError, match="mode prefix needs prefix="):
+    with pytest.raises(InputError, match="mode prefix-lm needs prefix="):
         model(x, "prefix-lm")
 
 

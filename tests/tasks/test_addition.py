@@ -8,8 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entp.errors import InputError
-from entp.tasks.addition import ALPHABET, Addition, _split_pairs
+from entp.tasks.addition import (
+    ALPHABET,
+    Addition,
+    _split_pairs,
+    count_carries,
+    count_digits,
+)
 from entp.tasks.base import IGNORE, SPLITS
+from entp.tasks.metrics import Predicted, Totals
 
 
 def lines_of(task: Addition, split: str, size: int = 64, step: int = 0) -> list[str]:
@@ -109,3 +116,34 @@ def test_addition_refuses_sizes(field: str, value: int) -> None:
 def test_text_refuses_other_characters() -> None:
     with pytest.raises(InputError, match="'x'"):
         Addition().from_text("$1x2=")
+
+
+def test_digits_and_carries_by_definition() -> None:
+    """By strings and by adding digit by digit, for all pairs below 120."""
+    a, b = (part.ravel() for part in np.meshgrid(np.arange(120), np.arange(120)))
+    carries = []
+    for one, other in zip(a.tolist(), b.tolist(), strict=True):
+        carry = found = 0
+        while one or other:
+            carry = (one % 10 + other % 10 + carry) // 10
+            found += carry
+            one, other = one // 10, other // 10
+        carries.append(found)
+    assert count_carries(a, b).tolist() == carries
+    assert count_digits(a).tolist() == [len(str(number)) for number in a]
+
+
+def test_exact_match_by_digits_and_carries() -> None:
+    """Answers right only where nothing is carried: 1 in that slice, 0 in the others."""
+    task = Addition(digits=2, train_examples=100)
+    batch = task.batch(0, "test", 0, 200)
+    a, b = task.operands(batch)
+    right = count_carries(a, b)[batch.row] == 0
+    got = Predicted(np.where(right, batch.targets, 0), None)
+    totals = Totals.of(task.metrics, batch, task.measure(batch, got))
+    by_carries = totals.sliced("exact_match", "carries")
+    assert by_carries == {"0": 1.0, "1": 0.0, "2": 0.0}
+    digits = totals.slices["exact_match"]["digits"]
+    assert {key: sums.n for key, sums in digits.items()} == {
+        str(d): int((np.maximum(count_digits(a), count_digits(b)) == d).sum()) for d in (1, 2)
+    }

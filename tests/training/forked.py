@@ -52,7 +52,7 @@ class Child:
 
 
 def start(work: Work, folder: Path, **variables: str) -> Child:
-    """A process that does `work` in `folder` and ends with the number that it returns."""
+    """A process that does `work` in `folder` and ends with the number that it returns, if any."""
     log = folder / f"output-{next(NUMBER)}.txt"
     process = FORK.Process(target=_do, args=(work, folder, log, variables))
     process.start()
@@ -68,7 +68,8 @@ def _do(work: Work, folder: Path, log: Path, variables: dict[str, str]) -> None:
     os.chdir(folder)
     code = 70
     try:
-        code = work() or 0  # type: ignore[assignment]
+        returned = work()
+        code = returned if isinstance(returned, int) else 0
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()

@@ -6,31 +6,36 @@ import io
 import os
 import pickle
 import resource
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from forked import start
 from random_models import random_model
-from small_runs import environment, small_run
+from small_runs import small_run
 
-import entp
 from entp.errors import InputError
+from entp.files import CHECKSUMS, write_file
 from entp.training import checkpoint
+from entp.training.checkpoint import find, keep_best, load, newest, save_model
+from entp.training.trainer import train
+
+FILES = {"model.safetensors", "config.json", CHECKSUMS}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Fifteen steps with three checkpoints. To be read only."""
     out = tmp_path_factory.mktemp("runs") / "first"
-    entp.train(small_run(steps=15), out, device="cpu", quiet=True)
+    train(small_run(steps=15), out, device="cpu", quiet=True)
     return out
 
 
-def copy_of(folder: Path, tmp_path: Path) -> Path:
-    import shutil
-
-    return Path(shutil.copytree(folder, tmp_path / "copy"))
+@pytest.fixture
+def copied(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be changed."""
+    return Path(shutil.copytree(trained, tmp_path / "copy"))
 
 
 def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
@@ -38,38 +43,40 @@ def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     return x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
 
 
-def test_last_two_are_kept_and_one_best(trained: Path) -> None:
-    names = sorted(p.name for p in (trained / "checkpoints").iterdir())
-    assert [n for n in names if n.startswith("step")] == ["step-00000010", "step-00000015"]
-    assert len([n for n in names if n.startswith("best")]) == 1
-    assert (trained / "checkpoints/step-00000015/trainer.pt").is_file()
+def test_last_two_checkpoints_are_kept_and_one_best(trained: Path) -> None:
+    names = {p.name for p in (trained / "checkpoints").iterdir()}
+    assert {n for n in names if n.startswith("step")} == {"step-00000010", "step-00000015"}
+    (best,) = (n for n in names if n.startswith("best"))
+    assert {p.name for p in (trained / "checkpoints" / best).iterdir()} == FILES
+    last = trained / "checkpoints/step-00000015"
+    assert {p.name for p in last.iterdir()} == FILES | {"trainer.pt"}
 
 
-def test_any_model_round_trips(tmp_path: Path) -> None:
-    for position in ("learned", "given", "none"):
-        model = random_model(position_embedding=position, norm="none")
-        checkpoint.save_model(model, tmp_path / position)
-        loaded = entp.load(tmp_path / position)
-        assert loaded.config == model.config
-        assert same_weights(loaded, model)
-        assert next(loaded.parameters()).dtype == torch.float64
+@pytest.mark.parametrize("position", ["learned", "given", "none"])
+def test_model_round_trips(position: str, tmp_path: Path) -> None:
+    model = random_model(position_embedding=position, norm="none")
+    save_model(model, tmp_path / "model")
+    loaded = load(tmp_path / "model")
+    assert loaded.config == model.config
+    assert same_weights(loaded, model)
+    assert next(loaded.parameters()).dtype == torch.float64
+    assert not loaded.training
 
 
 def test_run_is_saved_with_the_weights(trained: Path) -> None:
     assert checkpoint.load_run(trained) == small_run(steps=15)
     step = trained / "checkpoints/step-00000015"
-    assert same_weights(entp.load(step), entp.load(trained, "last"))
+    assert find(step) == find(trained, "last") == step
+    assert same_weights(load(step), load(trained, "last"))
+    assert find(trained).name.startswith("best-")
 
 
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "trainer.pt", "config.json", "checksums.json"]
-)
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer.pt", "config.json", CHECKSUMS])
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
 def test_damaged_newest_is_named_and_the_one_before_used(
-    trained: Path, tmp_path: Path, name: str, damage: str, capsys: pytest.CaptureFixture[str]
+    copied: Path, name: str, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = copy_of(trained, tmp_path)
-    file = out / "checkpoints/step-00000015" / name
+    file = copied / "checkpoints/step-00000015" / name
     data = bytearray(file.read_bytes())
     if damage == "remove":
         file.unlink()
@@ -78,56 +85,80 @@ def test_damaged_newest_is_named_and_the_one_before_used(
     else:
         data[len(data) // 2] ^= 0x40
         file.write_bytes(data)
-    found = checkpoint.newest(out)
-    assert found is not None
-    assert found.name == "step-00000010"
+    assert newest(copied) == copied / "checkpoints/step-00000010"
     assert "step-00000015 is damaged" in capsys.readouterr().err
 
 
-def test_resume_after_damage_ends_where_the_run_would_have(trained: Path, tmp_path: Path) -> None:
-    out = copy_of(trained, tmp_path)
-    (out / "checkpoints/step-00000015/model.safetensors").write_bytes(b"")
-    entp.train(small_run(steps=15), out, device="cpu", resume=True, quiet=True)
-    assert same_weights(entp.load(out, "last"), entp.load(trained, "last"))
+def test_newest_counts_steps_and_not_letters(trained: Path, tmp_path: Path) -> None:
+    """Also beyond 99,999,999 steps, where names have no leading zero any more."""
+    for step in (9, 10, 99_999_999, 100_000_000):
+        folder = tmp_path / f"checkpoints/step-{step:08d}"
+        shutil.copytree(trained / "checkpoints/step-00000010", folder)
+        assert newest(tmp_path) == folder
+    assert newest(tmp_path, "best") is None
 
 
-def test_what_a_killed_process_left_is_no_part_of_what_comes_after_it(
-    trained: Path, tmp_path: Path
-) -> None:
-    out = copy_of(trained, tmp_path)
-    for half in (out / "checkpoints/.step-00000020.tmp", tmp_path / ".model.tmp"):
+def test_resuming_after_damage_ends_where_the_run_would_have(trained: Path, copied: Path) -> None:
+    (copied / "checkpoints/step-00000015/model.safetensors").write_bytes(b"")
+    train(small_run(steps=15), copied, device="cpu", resume=True, quiet=True)
+    assert same_weights(load(copied, "last"), load(trained, "last"))
+    assert same_weights(load(copied), load(trained))
+
+
+def test_damaged_best_makes_the_next_evaluation_the_best(copied: Path) -> None:
+    """Its values would else keep what is worse from being saved, and there would be no best."""
+    best = find(copied)
+    (best / "model.safetensors").write_bytes(b"")
+    result = train(small_run(steps=20), copied, device="cpu", resume=True, quiet=True)
+    assert result.best["step"] == 20
+    assert [p.name for p in (copied / "checkpoints").glob("best-*")] == ["best-00000020"]
+
+
+def test_keep_best_removes_all_others_and_tells_whether_it_is_whole(copied: Path) -> None:
+    folder = copied / "checkpoints"
+    best = find(copied)
+    number = int(best.name.removeprefix("best-"))
+    for name in ("best-00000003", "best-00000099", "best-mine"):
+        shutil.copytree(best, folder / name)
+    assert keep_best(copied, number)
+    assert {p.name for p in folder.glob("best-*")} == {best.name, "best-mine"}
+    (best / "config.json").unlink()
+    assert not keep_best(copied, number)
+    assert not keep_best(copied, 3)
+    assert {p.name for p in folder.glob("best-*")} == {"best-mine"}
+    assert len(list(folder.glob("step-*"))) == 2
+
+
+def test_leftovers_of_a_killed_process_are_removed(copied: Path, tmp_path: Path) -> None:
+    for half in (copied / "checkpoints/.step-00000020.tmp", tmp_path / ".model.tmp"):
         half.mkdir()
         (half / "half").touch()
-    entp.train(small_run(steps=16), out, device="cpu", resume=True, quiet=True)
-    assert not list((out / "checkpoints").glob(".*"))
-    checkpoint.save_model(entp.load(out), tmp_path / "model")
-    assert {p.name for p in (tmp_path / "model").iterdir()} == {
-        "model.safetensors",
-        "config.json",
-        checkpoint.CHECKSUMS,
-    }
+    train(small_run(steps=16), copied, device="cpu", resume=True, quiet=True)
+    assert not list((copied / "checkpoints").glob(".*"))
+    save_model(load(copied), tmp_path / "model")
+    assert {p.name for p in (tmp_path / "model").iterdir()} == FILES
     assert {p.name for p in tmp_path.iterdir()} == {"copy", "model"}
 
 
-def test_missing_and_half_written_folders_are_sentences(tmp_path: Path) -> None:
+def test_missing_and_half_written_folders_are_errors(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no run folder"):
-        entp.load(tmp_path / "nowhere")
+        load(tmp_path / "nowhere")
     (tmp_path / "half" / "checkpoints").mkdir(parents=True)
     with pytest.raises(InputError, match="no complete checkpoint"):
-        entp.load(tmp_path / "half")
+        load(tmp_path / "half")
 
 
-def test_weights_of_another_config_are_refused(trained: Path, tmp_path: Path) -> None:
-    out = copy_of(trained, tmp_path) / "checkpoints/step-00000015"
+def test_weights_of_another_config_are_refused(copied: Path) -> None:
+    out = copied / "checkpoints/step-00000015"
     text = (out / "config.json").read_text().replace('"width": 16', '"width": 32')
     (out / "config.json").write_text(text)
-    (out / checkpoint.CHECKSUMS).unlink()
+    (out / CHECKSUMS).unlink()
     with pytest.raises(InputError, match=r"do not fit its config\.json"):
-        entp.load(out)
+        load(out)
 
 
 class Bomb:
-    """Leaves a file behind when unpickled the unsafe way."""
+    """Leaves a folder behind when unpickled the unsafe way."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -136,7 +167,7 @@ class Bomb:
         return os.mkdir, (self.path,)
 
 
-def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
+def test_checkpoint_cannot_run_code(tmp_path: Path) -> None:
     target = tmp_path / "ran"
     folder = tmp_path / "bad"
     folder.mkdir()
@@ -150,18 +181,18 @@ def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
 
 def test_write_file_keeps_the_old_content_when_the_disk_is_full(tmp_path: Path) -> None:
     """The limit on file size makes a real write fail half-way, as a full disk does."""
-    path = tmp_path / "file"
+    path = tmp_path / "there" / "file"
+    path.parent.mkdir()
     path.write_bytes(b"old")
-    code = (
-        "import resource, sys; from pathlib import Path; from entp.training.checkpoint import "
-        "write_file\n"
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, (1000, {resource.RLIM_INFINITY}))\n"
-        "try: write_file(Path(sys.argv[1]), b'x' * 5000)\n"
-        "except OSError: sys.exit(7)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], env=environment(), timeout=300, check=False
-    )
-    assert done.returncode == 7
+
+    def limited() -> int:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        try:
+            write_file(path, b"x" * 5000)
+        except OSError:
+            return 7
+        return 0
+
+    assert start(limited, tmp_path).wait()[0] == 7
     assert path.read_bytes() == b"old"
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    assert [p.name for p in path.parent.iterdir()] == ["file"]

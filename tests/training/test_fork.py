@@ -4,32 +4,40 @@ from there on with others."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_runs import FLAGS, TASK, small_run
-from small_runs import entp as command
+from small_runs import TASK, small_run
 
-import entp
-from entp.config import model_for
+from entp.config import CurriculumConfig, EmaConfig, ImportanceConfig, Run, model_for
+from entp.config.mode import CurriculumMode
 from entp.errors import InputError
 from entp.tasks.counting import Count2
-from entp.training import checkpoint, folder, selection, step
+from entp.training.checkpoint import find, load, read_trainer
 from entp.training.loggers import read_metrics
+from entp.training.run_folder import read_fork, write_fork
+from entp.training.techniques import importance_sampling
+from entp.training.techniques.importance_sampling import ImportanceSampling
+from entp.training.trainer import Result, train
 
 
-def trained(out: Path, **changes: Any) -> None:
-    entp.train(small_run(**changes), out, device="cpu", quiet=True)
+def fit(run: Run, out: Path, **options: Any) -> Result:
+    return train(run, out, device="cpu", quiet=True, **options)
 
 
-def forked(source: Path, out: Path, **changes: Any) -> entp.training.trainer.Result:
-    return entp.train(small_run(**changes), out, device="cpu", quiet=True, fork=source)
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five steps of `small_run()`. To be read only."""
+    out = tmp_path_factory.mktemp("runs") / "half"
+    fit(small_run(steps=5), out)
+    return out
 
 
 def same(a: Path, b: Path) -> bool:
-    one, other = (entp.load(path, "last").state_dict() for path in (a, b))
+    one, other = (load(path, "last").state_dict() for path in (a, b))
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -37,156 +45,163 @@ def files(under: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in sorted(under.rglob("*")) if path.is_file()}
 
 
+def trainer_of(out: Path) -> dict[str, Any]:
+    return read_trainer(find(out, "last"))
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "adamw": {},
-    "whitened muon": {"optim": {"name": "muon", "whiten": 2}},
-    "mean of the weights": {"optim": {"average": 4}},
+    "preconditioned muon": {"optim": {"name": "muon", "precondition_every": 2}},
+    "ema": {"ema": EmaConfig(steps=4)},
 }
 
 
 @pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS.keys())
-def test_with_the_same_settings_it_is_the_same_run(changes: dict[str, Any], tmp_path: Path) -> None:
-    trained(tmp_path / "whole", **changes)
-    trained(tmp_path / "half", steps=5, **changes)
+def test_fork_with_the_same_settings_is_the_same_run(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    fit(small_run(**changes), tmp_path / "whole")
+    fit(small_run(steps=5, **changes), tmp_path / "half")
     before = files(tmp_path / "half")
-    forked(tmp_path / "half", tmp_path / "fork", **changes)
+    fit(small_run(**changes), tmp_path / "fork", fork=tmp_path / "half")
     assert same(tmp_path / "whole", tmp_path / "fork")
     assert files(tmp_path / "half") == before
-    rows = [
+    whole, fork = (
         [(r["kind"], r["step"], r["loss"]) for r in read_metrics(tmp_path / name)]
         for name in ("whole", "fork")
-    ]
-    assert rows[0] == rows[1]
-    told = json.loads((tmp_path / "fork" / "environment.json").read_text())
+    )
+    assert [row for row in whole if row[:2] != ("eval", 5)] == fork
+    told = json.loads((tmp_path / "fork/environment.json").read_text())
     assert (told["forked"]["run"], told["forked"]["step"], len(told["resumed"])) == ("half", 5, 1)
 
 
-def test_what_is_chosen_goes_on_where_it_fits(
+def test_evaluations_of_the_source_are_no_result_of_the_fork(half: Path, tmp_path: Path) -> None:
+    """Neither does it count as having reached its goal, nor does it have a best."""
+    goal = {"monitor": "loss", "stop_at": 10.0}
+    assert read_metrics(half)[-1]["kind"] == "eval"
+    result = fit(small_run(train=goal), tmp_path / "goal", fork=half)
+    assert (result.step, result.reason) == (10, "loss reached 10")
+    assert result.best["step"] == 10
+    done = fit(small_run(steps=5, train={"monitor": "loss"}), tmp_path / "done", fork=half)
+    assert (done.step, done.reason) == (5, "all steps done")
+    (measured,) = (row for row in read_metrics(tmp_path / "done") if row["kind"] == "eval")
+    assert done.best["step"] == measured["step"] == 5
+    assert done.best["loss"] == done.metrics["loss"] == measured["loss"]
+    assert find(tmp_path / "goal").name == "best-00000010"
+    assert find(tmp_path / "done").name == "best-00000005"
+
+
+def test_best_of_a_fork_is_its_own(half: Path, tmp_path: Path) -> None:
+    """The best weights of the source are not copied: they do not count, however good they are."""
+    worse = small_run(optim={"lr": 1.0, "min_lr": 0.9, "warmup_steps": 0})
+    result = fit(replace(worse, train=replace(worse.train, monitor="loss")), tmp_path, fork=half)
+    assert result.best["loss"] > read_metrics(half)[-1]["loss"]
+    assert result.best["step"] == 10
+    assert find(tmp_path).name == "best-00000010"
+
+
+def test_sampled_targets_go_on_where_they_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selection, "PAYS_BELOW", 100.0)
-    monkeypatch.setattr(step, "RENEW", 4)
-    chosen: dict[str, Any] = {"optim": {"select": True}}
-    trained(tmp_path / "whole", **chosen)
-    trained(tmp_path / "half", steps=5, **chosen)
-    forked(tmp_path / "half", tmp_path / "fork", **chosen)
+    monkeypatch.setattr(importance_sampling, "PAYS_BELOW", 100.0)
+    monkeypatch.setattr(importance_sampling, "RENEW", 4)
+    chosen: dict[str, Any] = {"importance": ImportanceConfig()}
+    fit(small_run(**chosen), tmp_path / "whole")
+    fit(small_run(steps=5, **chosen), tmp_path / "half")
+    fit(small_run(**chosen), tmp_path / "fork", fork=tmp_path / "half")
     assert same(tmp_path / "whole", tmp_path / "fork")
     others: dict[str, dict[str, Any]] = {
-        "more": {"batch": 12},
-        "other": {"task": Count2(4, 10, 10)},
+        "more": {"batch_size": 12, **chosen},
+        "other": {"task": Count2(4, 10, 10), **chosen},
+        "plain": {},
     }
     for name, changes in others.items():
-        forked(tmp_path / "half", tmp_path / name, steps=7, **changes, **chosen)
-        assert "selection" not in checkpoint.read_trainer(
-            tmp_path / name / "checkpoints/step-00000007"
-        )
-    forked(tmp_path / "half", tmp_path / "taken", steps=7, optim={"take": 20})
-    assert checkpoint.read_trainer(tmp_path / "taken/checkpoints/step-00000007")["selection"][
-        "as_decoder"
-    ]
-    forked(tmp_path / "half", tmp_path / "plain", steps=7)
-    assert "selection" not in checkpoint.read_trainer(tmp_path / "plain/checkpoints/step-00000007")
+        fit(small_run(steps=6, **changes), tmp_path / name, fork=tmp_path / "half")
+        assert "importance" not in trainer_of(tmp_path / name)["techniques"]
+    decoder = small_run(steps=6, importance=ImportanceConfig(20, "decoder"))
+    fit(decoder, tmp_path / "decoder", fork=tmp_path / "half")
+    assert trainer_of(tmp_path / "decoder")["techniques"]["importance"]["as_decoder"]
 
 
-@pytest.mark.parametrize(
-    "optim", [{"weight_decay": 0.5}, {"max_lr": 1e-2}, {"beta1": 0.5}], ids=str
-)
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_other_settings_hold_from_there_on(
+def test_fork_inside_a_curriculum_samples_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = small_run(steps=6, importance=ImportanceConfig(8, "decoder"))
+    fit(run, tmp_path / "old")
+    seen, choose = [], ImportanceSampling.choose
+
+    def watched(self: ImportanceSampling, model: Any, how: Any, inputs: Any) -> Any:
+        found = choose(self, model, how, inputs)
+        seen.append((how.mode, found is not inputs))
+        return found
+
+    monkeypatch.setattr(ImportanceSampling, "choose", watched)
+    modes: tuple[CurriculumMode, ...] = ("decoder", "random-prefix")
+    for mode in modes:
+        seen.clear()
+        longer = replace(run, steps=12, curriculum=CurriculumConfig(steps=10, mode=mode))
+        fit(longer, tmp_path / mode, fork=tmp_path / "old")
+        assert seen == [(mode, False)] * 4 + [("entp", True)] * 2
+
+
+SETTINGS = [("adamw", {"weight_decay": 0.5}), ("adamw", {"beta1": 0.5}), ("muon", {"lr": 1e-2})]
+
+
+@pytest.mark.parametrize(("name", "optim"), SETTINGS, ids=str)
+def test_other_settings_hold_from_the_fork_on(
     name: str, optim: dict[str, float], tmp_path: Path
 ) -> None:
     """Also those that an optimizer keeps beside its state."""
-    trained(tmp_path / "half", steps=5, optim={"name": name})
-    forked(tmp_path / "half", tmp_path / "same", optim={"name": name})
-    forked(tmp_path / "half", tmp_path / "other", optim={"name": name, **optim})
+    fit(small_run(steps=2, optim={"name": name}), tmp_path / "half")
+    for out, more in (("same", {}), ("other", optim)):
+        run = small_run(steps=4, optim={"name": name, **more})
+        fit(run, tmp_path / out, fork=tmp_path / "half")
     assert not same(tmp_path / "same", tmp_path / "other")
-    assert read_metrics(tmp_path / "same")[:2] == read_metrics(tmp_path / "other")[:2]
+    first = [read_metrics(tmp_path / out)[:2] for out in ("half", "same", "other")]
+    assert first[0] == first[1] == first[2]
 
 
-def test_a_mean_may_begin_with_it_and_end_with_it(tmp_path: Path) -> None:
-    trained(tmp_path / "plain", steps=5)
-    forked(tmp_path / "plain", tmp_path / "mean", optim={"average": 4})
-    weights = entp.load(tmp_path / "plain", "last").state_dict()
-    begun = checkpoint.read_trainer(checkpoint.newest(tmp_path / "mean") or tmp_path)["mean"]
-    assert any(not torch.equal(begun[name], weights[name]) for name in weights)
-    forked(tmp_path / "mean", tmp_path / "none", steps=12)
-    assert "mean" not in checkpoint.read_trainer(checkpoint.newest(tmp_path / "none") or tmp_path)
+def test_ema_may_begin_and_end_with_a_fork(half: Path, tmp_path: Path) -> None:
+    fit(small_run(steps=6, ema=EmaConfig(steps=4)), tmp_path / "ema", fork=half)
+    average = trainer_of(tmp_path / "ema")["techniques"]["ema"]["weights"]
+    before, after = (load(out, "last").state_dict() for out in (half, tmp_path / "ema"))
+    for name, weight in average.items():
+        expected = before[name] + (after[name] - before[name]) / 4
+        torch.testing.assert_close(weight, expected)
+    fit(small_run(steps=7), tmp_path / "none", fork=tmp_path / "ema")
+    assert trainer_of(tmp_path / "none")["techniques"] == {}
 
 
-def test_a_fork_can_be_stopped_and_resumed(tmp_path: Path) -> None:
-    trained(tmp_path / "half", steps=5)
-    optim = {"max_lr": 1e-2}
-    forked(tmp_path / "half", tmp_path / "whole", optim=optim)
-    forked(tmp_path / "half", tmp_path / "parts", steps=7, optim=optim)
-    entp.train(small_run(optim=optim), tmp_path / "parts", device="cpu", quiet=True, resume=True)
+def test_fork_can_be_stopped_and_resumed(half: Path, tmp_path: Path) -> None:
+    optim = {"lr": 1e-2}
+    fit(small_run(optim=optim), tmp_path / "whole", fork=half)
+    fit(small_run(steps=7, optim=optim), tmp_path / "parts", fork=half)
+    fit(small_run(optim=optim), tmp_path / "parts", resume=True)
     assert same(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_the_best_is_its_own(tmp_path: Path) -> None:
-    """The best weights of the other run are not copied, so they do not count."""
-    trained(tmp_path / "half", steps=5)
-    result = forked(tmp_path / "half", tmp_path / "fork")
-    assert result.best["step"] > 5
-    assert checkpoint.find(tmp_path / "fork").name == f"best-{int(result.best['step']):08d}"
-
-
-def test_what_cannot_be_forked(tmp_path: Path) -> None:
+def test_invalid_fork_is_refused_before_anything_is_written(half: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"nowhere holds no checkpoint to fork: give the --out"):
-        forked(tmp_path / "nowhere", tmp_path / "fork")
-    trained(tmp_path / "run", steps=5)
-    with pytest.raises(
-        InputError,
-        match=r"run cannot be forked: width was 16 and is now 32\. Its model and optimizer",
-    ):
-        forked(
-            tmp_path / "run",
-            tmp_path / "fork",
-            model=model_for(TASK, "small", layers=2, heads=2, width=32),
-        )
+        fit(small_run(), tmp_path / "fork", fork=tmp_path / "nowhere")
+    wide = model_for(TASK, "small", layers=2, heads=2, width=32)
+    with pytest.raises(InputError, match=r"half cannot be forked: width was 16 and is now 32\."):
+        fit(small_run(model=wide), tmp_path / "fork", fork=half)
     with pytest.raises(InputError, match=r"optimizer was 'adamw' and is now 'muon'"):
-        forked(tmp_path / "run", tmp_path / "fork", optim={"name": "muon"})
+        fit(small_run(optim={"name": "muon"}), tmp_path / "fork", fork=half)
     assert not (tmp_path / "fork").exists()
+    before = files(half)
     with pytest.raises(InputError, match="already holds a run"):
-        forked(tmp_path / "run", tmp_path / "run")
+        fit(small_run(), half, fork=half)
     with pytest.raises(InputError, match="give one of them"):
-        entp.train(small_run(), tmp_path / "run", device="cpu", resume=True, fork=tmp_path / "run")
+        fit(small_run(), half, resume=True, fork=half)
+    assert files(half) == before
 
 
-def test_a_fork_that_was_killed_before_it_was_whole(tmp_path: Path) -> None:
-    trained(tmp_path / "half", steps=5)
-    folder.write_fork(
-        small_run(), folder.read_fork(small_run(), tmp_path / "half"), tmp_path / "fork"
-    )
-    with pytest.raises(
-        InputError,
-        match=r"fork holds checkpoints without config\.json, as a killed fork leaves them",
-    ):
-        forked(tmp_path / "half", tmp_path / "fork")
+def test_half_written_fork_is_neither_started_nor_resumed(half: Path, tmp_path: Path) -> None:
+    """As a kill leaves it: config.json is written last."""
+    out = tmp_path / "fork"
+    write_fork(small_run(), read_fork(small_run(), half), out)
+    with pytest.raises(InputError, match=r"fork holds checkpoints without config\.json"):
+        fit(small_run(), out, fork=half)
     with pytest.raises(InputError, match="holds no run to resume"):
-        entp.train(small_run(), tmp_path / "fork", device="cpu", quiet=True, resume=True)
-
-
-def test_on_the_command_line(tmp_path: Path) -> None:
-    """Settings that are not given are those of the run that is forked."""
-    first = command(
-        "train",
-        "count3",
-        *FLAGS,
-        "--steps=6",
-        "--batch_size=8",
-        "--device=cpu",
-        "--out=first",
-        cwd=tmp_path,
-    )
-    assert first.returncode == 0, first.stderr
-    changes = ["--steps=8", "--optim.max-lr=1e-2", "--device=cpu"]
-    more = command("train", "count3", "--fork=first", "--out=second", *changes, cwd=tmp_path)
-    assert more.returncode == 0, more.stderr
-    assert "step 8," in more.stdout
-    a, b = (
-        json.loads((tmp_path / name / "config.json").read_text()) for name in ("first", "second")
-    )
-    assert b == {**a, "steps": 8, "optim": {**a["optim"], "max_lr": 1e-2}}
-    wrong = command("train", "count3", "--fork=none", "--out=third", cwd=tmp_path)
-    assert wrong.returncode == 2
-    assert "none holds no checkpoint to fork" in wrong.stderr
+        fit(small_run(), out, resume=True)

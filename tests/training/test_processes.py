@@ -47,6 +47,13 @@ def rows(out: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in read_metrics(out) if row["kind"] == kind]
 
 
+def assert_same_losses(out: Path, whole: Path) -> None:
+    """Bit for bit the same losses, as far as both runs go."""
+    ours, others = ([row["loss"] for row in rows(one, "train")] for one in (out, whole))
+    assert len(ours) > 3
+    assert all(a == b for a, b in zip(ours, others, strict=False))
+
+
 def without_seconds(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k != "seconds"} for row in found]
 
@@ -107,24 +114,25 @@ def test_best_of_an_abandoned_trajectory_does_not_win(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_saves_and_says_so(tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_saves_and_says_so(whole: Path, tmp_path: Path, number: signal.Signals) -> None:
     child = start_entp(*TRAIN, "--steps=2000", "--out=run", cwd=tmp_path)
     child.wait_for_step(tmp_path / "run", 3)
-    for _ in range(2):  # at once again it is the same one: `timeout` signals a process and its group
+    for _ in range(
+        2
+    ):  # at once again it is the same one: `timeout` signals a process and its group
         child.kill(number)
     code, said = child.wait()
     assert code == 128 + number
     assert f"stopped by {number.name} and saved; continue with --resume" in said
     assert "Traceback" not in said
     (saved,) = (tmp_path / "run/checkpoints").glob("step-*")
-    words = [*TRAIN, f"--steps={int(saved.name.removeprefix('step-')) + 2}"]
-    for more in (["--out=run", "--resume"], ["--out=whole"]):
-        code, said = entp(*words, *more, cwd=tmp_path)
-        assert code == 0, said
-    assert_same(tmp_path / "run", tmp_path / "whole")
+    more = f"--steps={int(saved.name.removeprefix('step-')) + 2}"
+    code, said = entp(*TRAIN, more, "--out=run", "--resume", cwd=tmp_path)
+    assert code == 0, said
+    assert_same_losses(tmp_path / "run", whole)
 
 
-def test_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+def test_full_disk_keeps_the_last_good_checkpoint(whole: Path, tmp_path: Path) -> None:
     """The limit on file size makes real writes fail half-way, as a full disk does."""
     words = [*TRAIN, "--train.checkpoint-every=5"]
 
@@ -140,15 +148,13 @@ def test_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
     assert "Traceback" not in said
     assert [p.name for p in (tmp_path / "run/checkpoints").glob("*step*")] == ["step-00000005"]
     assert entp(*words, "--steps=20", "--out=run", "--resume", cwd=tmp_path)[0] == 0
-    assert entp(*words, "--steps=20", "--out=whole", cwd=tmp_path)[0] == 0
-    assert_same(tmp_path / "run", tmp_path / "whole")
+    assert_same_losses(tmp_path / "run", whole)
 
 
 @pytest.mark.parametrize("mode", ["entp", "decoder"])
 def test_two_processes_give_the_losses_of_one(tmp_path: Path, mode: str) -> None:
-    words = [*TRAIN, f"--mode={mode}", "--steps=12"]
-    code, said = entp(*words, "--out=one", cwd=tmp_path)
-    assert code == 0, said
+    words = [*TRAIN, f"--mode={mode}", "--steps=10"]
+    assert main([*words, f"--out={tmp_path / 'one'}"]) == 0
     ends = together(lambda: main([*words, "--out=two"]), tmp_path)
     assert [code for code, _ in ends] == [0, 0], ends
     one, both = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two")
@@ -171,7 +177,9 @@ def test_two_processes_stop_together_at_a_signal_to_one(tmp_path: Path) -> None:
 
     ends = together(work, tmp_path)
     assert [code for code, _ in ends] == [0, 0], ends
-    (first, one), (second, other) = (said.strip().splitlines()[-1].split(" ", 1) for _, said in ends)
+    (first, one), (second, other) = (
+        said.strip().splitlines()[-1].split(" ", 1) for _, said in ends
+    )
     assert first == second
     assert one == "stopped by another process and saved; continue with --resume"
     assert other == "stopped by SIGTERM and saved; continue with --resume"
@@ -228,9 +236,9 @@ def test_torchrun_measures_and_saves_when_the_time_is_over(tmp_path: Path) -> No
 
 
 def test_token_budget_bounds_memory(tmp_path: Path) -> None:
-    """All prefixes at once would take more than twice the limit."""
+    """All prefixes at once would take 180 MB."""
     words = ["train", "match3", "--task.length=192", "--batch-size=2", "--steps=1"]
-    words += ["--model.width=24", "--model.heads=1", "--train.token-budget=4096000"]
+    words += ["--model.width=24", "--model.heads=1", "--train.token-budget=4096"]
     words += ["--train.eval-batches=1", "--device=cpu", "--out=run"]
 
     def work() -> int:
@@ -241,4 +249,4 @@ def test_token_budget_bounds_memory(tmp_path: Path) -> None:
 
     code, said = start(work, tmp_path).wait()
     assert code == 0, said
-    assert int(said.split("more")[1]) < 60e6
+    assert int(said.split("more")[1]) < 100e6

@@ -1,4 +1,4 @@
-"""Work side by side: as many at once as asked, and after a signal everybody saves and nothing else
+"""Work in parallel: as many at once as asked, and after a signal everybody saves and nothing else
 begins."""
 
 from __future__ import annotations
@@ -13,86 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from parallel_work import LIMIT, fails, meet, see, stop
 
 from entp.errors import TrainingStopped
-from entp.experiments.workers import side_by_side
-
-LIMIT = 60.0
-SCRIPT = """
-import sys
-from pathlib import Path
-from entp.experiments.workers import side_by_side
-import test_pool
-
-if __name__ == "__main__":
-    work = getattr(test_pool, sys.argv[1])
-    print([*side_by_side(2, work, [(Path(), n) for n in range(6)])])
-    print(sorted(path.name for path in Path().glob("*.saved")))
-"""
-
-
-def see(path: Path) -> bool:
-    """Wait until the file is there."""
-    end = time.monotonic() + LIMIT
-    while not path.exists() and time.monotonic() < end:
-        time.sleep(0.01)
-    return path.exists()
-
-
-def meet(folder: Path, mine: str, other: str) -> int | None:
-    """Done where another process is at work at the same time."""
-    (folder / mine).touch()
-    return None if see(folder / other) else 1
-
-
-def stop(folder: Path, number: int) -> int | None:
-    """The first is stopped by a signal to itself; any other would leave a file."""
-    if number == 0:
-        return 15
-    (folder / f"{number}.begun").touch()
-    return None
-
-
-def until_stopped(folder: Path, number: int) -> int | None:
-    """As training does it: a signal is a wish to stop, and what is there is saved."""
-    caught: list[int] = []
-    handlers = {
-        s: signal.signal(s, lambda found, _: caught.append(found))
-        for s in (signal.SIGINT, signal.SIGTERM)
-    }
-    (folder / f"{number}.begun").touch()
-    while not caught:
-        time.sleep(0.01)
-    time.sleep(0.1)  # that takes a moment
-    (folder / f"{number}.saved").touch()
-    for s, handler in handlers.items():
-        signal.signal(s, handler)
-    return caught[-1]
-
-
-def late(folder: Path, number: int) -> int | None:
-    """The second does not listen before the first has saved, as one that is still loading its data."""
-    (folder / f"{number}.begun").touch()
-    if number == 1:
-        see(folder / "0.saved")
-        time.sleep(0.3)
-    return until_stopped(folder, number)
-
-
-def both_late(folder: Path, number: int) -> int | None:
-    """Nobody listens when the signal comes."""
-    (folder / f"{number}.begun").touch()
-    time.sleep(1.5)
-    return until_stopped(folder, number)
-
-
-def deaf(folder: Path, number: int) -> int | None:
-    """Does not stop, whatever it is told."""
-    for s in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(s, lambda *_: (folder / f"{number}.told").touch())
-    (folder / f"{number}.begun").touch()
-    while True:
-        time.sleep(0.01)
+from entp.experiments.workers import Ending, in_parallel
 
 
 @contextlib.contextmanager
@@ -100,9 +24,8 @@ def two_at_work(folder: Path, work: str) -> Iterator[subprocess.Popen[str]]:
     """The parent of two that are at work on six tasks, in a group of its own, of which nobody is
     left behind."""
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    (folder / "script.py").write_text(SCRIPT)
     parent = subprocess.Popen(
-        [sys.executable, "script.py", work],
+        [sys.executable, "-m", "parallel_work", work],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
@@ -121,18 +44,24 @@ def two_at_work(folder: Path, work: str) -> Iterator[subprocess.Popen[str]]:
 def test_as_many_at_once_as_asked_and_signals_are_then_handled_as_before(tmp_path: Path) -> None:
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     tasks = [(tmp_path, "a", "b"), (tmp_path, "b", "a"), (tmp_path, "c", "a")]
-    assert sorted(side_by_side(2, meet, tasks)) == [(0, None), (1, None), (2, None)]
+    assert sorted(in_parallel(2, meet, tasks)) == [Ending(0), Ending(1), Ending(2)]
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_a_process_that_dies_is_not_one_that_is_done() -> None:
     """As the system ends one where memory runs out."""
     with pytest.raises(TrainingStopped, match="run again to go on, with fewer --jobs"):
-        list(side_by_side(2, os._exit, [(9,)]))
+        list(in_parallel(2, os._exit, [(9,)]))
+
+
+def test_one_that_fails_does_not_stop_the_others() -> None:
+    endings = sorted(in_parallel(1, fails, [(n,) for n in range(3)]), key=lambda end: end.number)
+    assert [end.stopped_by for end in endings] == [None] * 3
+    assert [str(end.error) for end in endings] == ["None", "the second", "None"]
 
 
 def test_where_one_is_stopped_nothing_else_begins(tmp_path: Path) -> None:
-    assert list(side_by_side(1, stop, [(tmp_path, n) for n in range(5)])) == [(0, 15)]
+    assert list(in_parallel(1, stop, [(tmp_path, n) for n in range(5)])) == [Ending(0, 15)]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -143,8 +72,10 @@ def both(pid: int, how: int) -> None:
     os.killpg(pid, how)
 
 
-@pytest.mark.parametrize("send", [os.kill, os.killpg, both])
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("how", "send"),
+    [(signal.SIGINT, os.killpg), (signal.SIGTERM, os.kill), (signal.SIGTERM, both)],
+)
 def test_a_signal_to_the_parent_or_to_all_stops_all(
     how: signal.Signals, send: Callable[[int, int], None], tmp_path: Path
 ) -> None:

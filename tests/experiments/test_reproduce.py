@@ -1,0 +1,421 @@
+"""Recipes are carried out: what is missing is trained and tested, what is there is not trained
+again, and nothing that is done is lost."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_records import small_recipe
+from small_runs import start_entp
+
+from entp.config import OptimConfig
+from entp.errors import DeviceFailed, InputError, TrainingStopped
+from entp.experiments import RECIPES
+from entp.experiments import reproduce as reproducing
+from entp.experiments.collect import find_folder, read_test
+from entp.experiments.recipe import Arm, Recipe, find_recipe
+from entp.experiments.reproduce import Outcome, reproduce, time_left
+from entp.files import lock_folder
+from entp.results.schema import RunTest
+from entp.results.store import read_record, write_record
+from entp.results.summary import status
+from entp.training.checkpoint import load
+from entp.training.evaluate import evaluate, split_batches
+from entp.training.forward import Forward
+from entp.training.loggers import read_metrics
+
+BEFORE = Path(__file__).parents[1] / "fixtures" / "before_the_move"
+ENTP, DECODER = "ENTP", "decoder"
+
+
+def decoder_only(**changes: Any) -> Recipe:
+    """One arm of one seed."""
+    recipe = small_recipe(generated_sequences=0)
+    run = replace(recipe.arms[1].run, **changes)
+    return replace(recipe, arms=[Arm(run, mode=DECODER)])
+
+
+def run_once(recipe: Recipe, runs: Path, **options: Any) -> Outcome:
+    return reproduce(recipe, runs, device="cpu", **options)
+
+
+@pytest.fixture(autouse=True)
+def _quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures have tests of their own, and take a second each."""
+    monkeypatch.setattr(
+        reproducing, "draw_record", lambda record, path: path.write_bytes(b"a small figure")
+    )
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Folders in which training was called, as it goes on."""
+    folders: list[Path] = []
+    really = reproducing.train
+
+    def noted(run: Any, out: Path, **options: Any) -> Any:
+        folders.append(out)
+        return really(run, out, **options)
+
+    monkeypatch.setattr(reproducing, "train", noted)
+    return folders
+
+
+def test_recipe_is_trained_tested_and_recorded(tmp_path: Path) -> None:
+    recipe = small_recipe()
+    found = run_once(recipe, tmp_path)
+    assert found.stopped_by is None
+    assert [status(arm) for arm in found.arms.values()] == ["done", "done"]
+    assert [run.seed for run in found.arms[ENTP].runs] == [0, 1]
+    arm = recipe.runs()[0]
+    folder = find_folder(arm, tmp_path / "small")
+    run = found.arms[ENTP].runs[0]
+    rows = [row for row in read_metrics(folder) if row["kind"] == "eval"]
+    assert run.best["loss"] == min(row["loss"] for row in rows)
+    assert run.best["exact_match"] == max(row["exact_match"] for row in rows)
+    assert [point.values["loss"] for point in run.curve] == [row["loss"] for row in rows]
+    assert [point.sequences for point in run.curve] == [24, 48]
+    assert all(point.seconds for point in run.curve)
+    assert run.test is not None
+    assert run.test.concurrent_runs == 1
+    assert run.test.totals.sequences == 16
+    assert run.test.generated is not None
+    assert run.test.generated.sequences == 8
+    assert "loss" not in run.test.generated.all
+    batches = split_batches(arm.run.task, "test", 2, 8, 2**31)
+    again = evaluate(load(folder), arm.run.task, batches, Forward.of(arm.run))
+    assert again.to_json()["all"] == run.test.totals.all
+    written = read_record(tmp_path / "small" / "results.json")
+    assert written.model_dump() == found.model_dump()
+    assert (tmp_path / "small" / "results.png").read_bytes() == b"a small figure"
+    assert found.not_run == {"BERT": "needs weights"}
+    assert found.arms[ENTP].paper["exact_match"].value == 0.991
+
+
+def test_finished_runs_are_not_trained_again(tmp_path: Path, trained: list[Path]) -> None:
+    first = run_once(decoder_only(), tmp_path)
+    assert len(trained) == 1
+    assert run_once(decoder_only(), tmp_path) == first
+    assert len(trained) == 1
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_tiny_recipe_runs(name: str, tmp_path: Path) -> None:
+    """One arm of each mode; `entp reproduce NAME --tiny` takes at most 25 s."""
+    small = find_recipe(name).tiny()
+    few = {arm.run.mode: arm for arm in small.arms}
+    arms = [Arm(arm.run, arm.seeds[:1], arm.paper, **arm.factors) for arm in few.values()]
+    found = run_once(replace(small, arms=arms), tmp_path)
+    assert [status(arm) for arm in found.arms.values()] == ["done"] * len(arms)
+
+
+def test_folder_from_before_the_move_is_not_trained_again(
+    tmp_path: Path, trained: list[Path]
+) -> None:
+    shutil.copytree(BEFORE / "runs", tmp_path, dirs_exist_ok=True)
+    (old,) = (tmp_path / "match3-tiny").iterdir()
+    before = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
+    recipe = find_recipe("match3").tiny()
+    label = recipe.arms[0].label
+    found = run_once(recipe, tmp_path, only=[label])
+    assert trained == []
+    assert {path: path.read_bytes() for path in old.rglob("*") if path.is_file()} == before
+    assert [path for path in (tmp_path / "match3-tiny").iterdir() if path.is_dir()] == [old]
+    run = found.arms[label].runs[0]
+    assert (run.status, run.steps) == ("done", 100)
+
+
+def test_record_from_before_the_move_is_not_trained_again(
+    tmp_path: Path, trained: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "match3-tiny.json"
+    shutil.copy(BEFORE / path.name, path)
+    found = run_once(find_recipe("match3").tiny(), tmp_path, record=path)
+    assert trained == []
+    assert [status(arm) for arm in found.arms.values()] == ["done"] * 4
+    assert not path.with_name(f"{path.name}.old").exists()
+    assert "left out" not in capsys.readouterr().err
+    assert read_record(path).schema_version == 2
+
+
+def test_unfinished_arm_goes_on(tmp_path: Path) -> None:
+    short = run_once(decoder_only(steps=3), tmp_path)
+    assert short.arms[DECODER].runs[0].steps == 3
+    long = run_once(decoder_only(), tmp_path)
+    assert long.arms[DECODER].runs[0].steps == 6
+    assert len(list((tmp_path / "small").glob("*/config.json"))) == 1
+
+
+def test_failed_arm_is_named_and_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    really = reproducing.train
+
+    def fails_as_entp(run: Any, out: Path, **options: Any) -> Any:
+        if run.mode == "entp" and run.seed == 0:
+            raise TrainingStopped("the loss is not finite at step 3.")
+        return really(run, out, **options)
+
+    monkeypatch.setattr(reproducing, "train", fails_as_entp)
+    with pytest.raises(TrainingStopped, match=r"1 of 3 runs failed\. ENTP, seed 0: the loss"):
+        run_once(small_recipe(generated_sequences=0), tmp_path)
+    found = read_record(tmp_path / "small" / "results.json")
+    assert status(found.arms[ENTP]) == "done, 1 seed not run"
+    assert status(found.arms[DECODER]) == "done"
+    assert "ENTP, seed 0 failed: the loss is not finite" in capsys.readouterr().err
+
+
+def test_gpu_that_failed_stops_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(run: Any, out: Path, **options: Any) -> Any:
+        raise DeviceFailed("the GPU failed.")
+
+    monkeypatch.setattr(reproducing, "train", fails)
+    with pytest.raises(DeviceFailed):
+        run_once(small_recipe(), tmp_path)
+
+
+def test_some_arms_and_one_seed(tmp_path: Path) -> None:
+    recipe = small_recipe(generated_sequences=0)
+    found = run_once(recipe, tmp_path, only=[ENTP], seed=1)
+    assert status(found.arms[ENTP]) == "done, 1 seed not run"
+    assert status(found.arms[DECODER]) == "not run"
+    with pytest.raises(InputError, match="unknown arm of small 'entp'"):
+        run_once(recipe, tmp_path, only=["entp"])
+    with pytest.raises(InputError, match="unknown seed 7: allowed are 0, 1"):
+        run_once(recipe, tmp_path, seed=7)
+    with pytest.raises(InputError, match="--jobs is 0"):
+        run_once(recipe, tmp_path, jobs=0)
+    with pytest.raises(InputError, match="--max-minutes is 0: it must be above 0"):
+        run_once(recipe, tmp_path, max_minutes=0)
+
+
+def test_arm_may_be_given_minutes(tmp_path: Path) -> None:
+    """Stopped by the clock, tested as it is, and continued by a call with more."""
+    long, path = decoder_only(steps=100_000), tmp_path / "all.json"
+    short = run_once(long, tmp_path, record=path, max_minutes=0.005).arms[DECODER].runs[0]
+    assert re.fullmatch(r"\d+ of 100000 steps", short.status)
+    assert short.test is not None
+    assert short.config["train"]["max_seconds"] == pytest.approx(0.3)
+    more = (short.seconds + 0.3) / 60
+    further = run_once(long, tmp_path, record=path, max_minutes=more).arms[DECODER].runs[0]
+    assert further.steps > short.steps
+    same = len(short.curve) - 1
+    assert further.curve[:same] == short.curve[:same]
+    assert further.test is not None
+    assert further.test.concurrent_runs == 1
+
+
+def test_minutes_do_not_change_a_schedule_that_follows_the_clock(tmp_path: Path) -> None:
+    run = decoder_only().arms[0].run
+    timed = decoder_only(
+        steps=10**6,
+        train=replace(run.train, max_seconds=0.4, eval_every=1000),
+        optim=OptimConfig(decay_by="seconds"),
+    )
+    found = run_once(timed, tmp_path, max_minutes=0.001).arms[DECODER]
+    assert status(found) == "done"
+    assert found.runs[0].seconds >= 0.4
+
+
+def test_record_gathers_arms_of_several_machines(tmp_path: Path, trained: list[Path]) -> None:
+    recipe, path = small_recipe(generated_sequences=0), tmp_path / "all.json"
+    first = run_once(recipe, tmp_path / "one", only=[DECODER], record=path)
+    second = run_once(recipe, tmp_path / "two", record=path)
+    assert [folder.parts[-3] for folder in trained] == ["one", "two", "two"]
+    assert second.arms[DECODER].runs == first.arms[DECODER].runs
+    assert [status(arm) for arm in read_record(path).arms.values()] == ["done", "done"]
+    assert path.with_suffix(".png").exists()
+
+
+def test_two_that_write_one_record_wait_for_each_other(tmp_path: Path) -> None:
+    """One holds the record's folder, as another process does while it adds its arm."""
+    recipe, path = small_recipe(generated_sequences=0), tmp_path / "all.json"
+    run_once(recipe, tmp_path, only=[DECODER])
+    with ThreadPoolExecutor(1) as pool, lock_folder(tmp_path):
+        options = {"only": [ENTP], "seed": 0, "record": path}
+        other = pool.submit(run_once, recipe, tmp_path / "two", **options)
+        assert not wait([other], timeout=1).done
+        assert not path.exists()
+        path.write_bytes((tmp_path / "small" / "results.json").read_bytes())
+    found = read_record(path)
+    assert status(found.arms[DECODER]) == "done"
+    assert [run.seed for run in found.arms[ENTP].runs] == [0]
+
+
+def untested(path: Path) -> None:
+    """Take the test out of a record, as a run that was stopped before it."""
+    record = read_record(path)
+    run = record.arms[DECODER].runs[0].model_copy(update={"test": None})
+    arm = record.arms[DECODER].model_copy(update={"runs": [run]})
+    write_record(path, record.model_copy(update={"arms": {**record.arms, DECODER: arm}}))
+
+
+def test_untested_run_of_a_record_is_tested_where_its_folder_is(
+    tmp_path: Path, trained: list[Path]
+) -> None:
+    path = tmp_path / "all.json"
+    first = run_once(decoder_only(), tmp_path, record=path)
+    untested(path)
+    (folder,) = [p.parent for p in (tmp_path / "small").glob("*/test.json")]
+    (folder / "test.json").unlink()
+    trained.clear()
+    found = run_once(decoder_only(), tmp_path, record=path)
+    assert trained == []
+    before, now = (one.arms[DECODER].runs[0].test for one in (first, found))
+    assert isinstance(before, RunTest)
+    assert isinstance(now, RunTest)
+    assert now.totals == before.totals
+    assert now.concurrent_runs is None  # nobody knows any more
+
+
+def test_untested_run_of_a_record_is_trained_again_where_its_folder_is_not(
+    tmp_path: Path, trained: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "all.json"
+    run_once(decoder_only(), tmp_path / "one", record=path)
+    untested(path)
+    found = run_once(decoder_only(), tmp_path / "two", record=path)
+    assert len(trained) == 2
+    assert found.arms[DECODER].runs[0].test is not None
+    assert "decoder, seed 0 is done but untested" in capsys.readouterr().err
+
+
+def test_record_is_copied_before_runs_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "all.json"
+    run_once(decoder_only(), tmp_path / "one", record=path)
+    before = path.read_bytes()
+    for number, recipe in (("", decoder_only(batch_size=16)), ("1", decoder_only())):
+        run_once(recipe, tmp_path / f"two{number}", record=path)
+        told = capsys.readouterr().err
+        assert told.count(f"what is left out is still in {path}.old{number}.") == 1
+        assert told.count("decoder, seed 0 has other settings than now, and is left out.") == 1
+    assert (tmp_path / "all.json.old").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("content", "told"), [("{", "is not a file of results"), ("[]", "is not a file of results")]
+)
+def test_record_of_another_kind_is_left_alone(content: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "all.json"
+    path.write_text(content)
+    with pytest.raises(InputError, match=told):
+        run_once(decoder_only(), tmp_path, record=path)
+    assert path.read_text() == content
+
+
+def test_record_of_another_recipe_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "all.json"
+    write_record(path, replace(decoder_only(), name="other").record())
+    with pytest.raises(InputError, match="holds results of other, not of small"):
+        run_once(decoder_only(), tmp_path, record=path)
+
+
+def test_best_checkpoint_is_tested_again_only_when_it_is_another(tmp_path: Path) -> None:
+    recipe = decoder_only()
+    run_once(recipe, tmp_path)
+    (path,) = (tmp_path / "small").glob("*/test.json")
+    before = path.stat().st_mtime_ns
+    run_once(recipe, tmp_path)
+    assert path.stat().st_mtime_ns == before
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "checkpoint": "best-00000001"}))
+    run_once(recipe, tmp_path)
+    tested = read_test(path.parent, recipe.arms[0].run)
+    assert tested is not None
+    assert tested.checkpoint == data["checkpoint"]
+    path.write_text("")
+    run_once(recipe, tmp_path)
+    assert json.loads(path.read_text())["totals"] == data["totals"]
+
+
+def test_what_is_done_is_recorded_before_the_next_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really, path = reproducing.train, tmp_path / "all.json"
+
+    def killed_in_the_second(run: Any, out: Path, **options: Any) -> Any:
+        if run.seed == 1:
+            raise KeyboardInterrupt
+        return really(run, out, **options)
+
+    monkeypatch.setattr(reproducing, "train", killed_in_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        run_once(small_recipe(generated_sequences=0), tmp_path, record=path)
+    found = read_record(path).arms[ENTP].runs
+    assert [run.seed for run in found] == [0]
+    assert found[0].test is not None
+
+
+def test_runs_in_parallel_are_the_runs_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as here: threads change the order of sums
+    recipe = replace(small_recipe(generated_sequences=0), arms=small_recipe().arms[:1])
+    one = run_once(recipe, tmp_path / "one").arms[ENTP].runs
+    two = run_once(recipe, tmp_path / "two", jobs=4).arms[ENTP].runs
+    told = capfd.readouterr().err
+    assert "2 runs, 2 at a time\n" in told
+    assert re.search(r"\[2/2\] ENTP, seed \d: done\n", told)
+    for first, second in zip(one, two, strict=True):
+        assert first.test is not None
+        assert second.test is not None
+        assert (first.test.concurrent_runs, second.test.concurrent_runs) == (1, 2)
+        assert first.test.totals == second.test.totals
+        assert [p.values for p in first.curve] == [p.values for p in second.curve]
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="needs Linux's list of child processes"
+)
+def test_signal_to_the_parent_stops_what_is_trained_in_parallel(tmp_path: Path) -> None:
+    """As a batch system sends it: its processes save what they have, results are written, and
+    nobody is left behind."""
+    words = ("reproduce", "count3", "--tiny", "--device=cpu", "--jobs=2", "--out=runs")
+    parent = start_entp(*words, cwd=tmp_path)
+    while not any(
+        '"eval"' in path.read_text() for path in tmp_path.glob("runs/count3-tiny/*/metrics.jsonl")
+    ):
+        assert parent.poll() is None
+        time.sleep(0.02)
+    listed = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text()
+    children = [int(word) for word in listed.split()]
+    assert len(children) >= 2
+    parent.send_signal(signal.SIGTERM)
+    parent.communicate(timeout=120)
+    assert parent.returncode == 143
+    record = read_record(tmp_path / "runs/count3-tiny/results.json")
+    found = {run.config_hash: run for arm in record.arms.values() for run in arm.runs}
+    assert found
+    for key, run in found.items():  # what was saved after the first had stopped, too
+        rows = read_metrics(next(tmp_path.glob(f"runs/count3-tiny/*{key}")))
+        assert run.steps == max(row["step"] for row in rows if row["kind"] == "train")
+    limit = time.monotonic() + 120
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("told", "seconds", "done", "runs", "jobs"),
+    [
+        ("", 0, 0, 8, 4),  # nothing is known yet
+        (", about 65 s left", 65, 4, 8, 4),  # one round of two
+        (", about 65 s left", 65, 1, 5, 4),  # the other three of the first round are about to end
+        (", about 2 min left", 65, 1, 8, 4),
+        (", about 40 min left", 600, 1, 5, 1),
+        ("", 600, 8, 8, 4),
+    ],
+)
+def test_time_that_is_left(told: str, seconds: float, done: int, runs: int, jobs: int) -> None:
+    assert time_left(seconds, done, runs, jobs) == told

@@ -1,0 +1,153 @@
+"""Checks hold, fail or are undecided, by what was recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_records import arm_record, make_record, run_record
+
+from entp.results.schema import ArmRecord, Check, Verdict
+from entp.results.store import complete, read_record
+from entp.results.verdict import check_record, judge, matches
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+def check(right: Any, relation: Any = "at least", **more: Any) -> Check:
+    left = more.pop("left", {"mode": "ENTP"})
+    return Check("it is so", left, "exact_match", relation, right, **more)
+
+
+def outcome(arms: dict[str, ArmRecord], one: Check) -> tuple[str, list[str]]:
+    found = check_record(make_record(arms), one)
+    return found.outcome, found.why
+
+
+@pytest.mark.parametrize(
+    ("relation", "number", "expected"),
+    [
+        ("at least", 0.5, "holds"),
+        ("above", 0.5, "fails"),
+        ("at most", 0.5, "holds"),
+        ("below", 0.5, "fails"),
+        ("at least", 0.51, "fails"),
+        ("above", 0.49, "holds"),
+    ],
+)
+def test_mean_over_seeds_is_compared_with_a_number(
+    relation: str, number: float, expected: str
+) -> None:
+    arms = {"a": arm_record(40, 60, mode="ENTP"), "b": arm_record(0, mode="decoder")}
+    found, why = outcome(arms, check(number, relation))
+    assert found == expected
+    assert len(why) == 1
+    assert why[0].startswith("a: 0.5 is ")
+
+
+def test_check_must_hold_for_every_arm_that_it_names() -> None:
+    arms = {"a": arm_record(90, mode="ENTP", layers=4), "b": arm_record(10, mode="ENTP", layers=5)}
+    found, why = outcome(arms, check(0.5))
+    assert found == "fails"
+    assert why == ["a: 0.9 is at least 0.5", "b: 0.1 is not at least 0.5"]
+    assert outcome(arms, check(0.5, left={"mode": "ENTP", "layers": [4, 6]}))[0] == "holds"
+
+
+@pytest.mark.parametrize(
+    ("arm", "told"),
+    [
+        (arm_record(mode="ENTP"), "a: not run"),
+        (arm_record(runs=[run_record(status="5 of 9 steps")], mode="ENTP"), "a: 5 of 9 steps"),
+        (arm_record(None, mode="ENTP"), "a: done, untested"),
+    ],
+)
+def test_check_is_undecided_while_an_arm_is_missing(arm: ArmRecord, told: str) -> None:
+    assert outcome({"a": arm}, check(0.5)) == ("undecided", [told])
+
+
+def test_check_about_no_arm_is_undecided() -> None:
+    assert outcome({"a": arm_record(9, mode="x")}, check(0.5))[0] == "undecided"
+
+
+def test_p_needs_seeds() -> None:
+    """.97 and .99 of two seeds are above .5; whether above .97, two seeds do not say."""
+    arms = {"a": arm_record(97, 99, mode="ENTP")}
+    assert outcome(arms, check(0.5, "above", p=0.05))[0] == "holds"
+    found, why = outcome(arms, check(0.97, "above", p=0.05))
+    assert found == "fails"
+    assert "p = 0.5" in why[0]
+    assert outcome({"a": arm_record(97, mode="ENTP")}, check(0.5, p=0.05))[0] == "undecided"
+
+
+def test_arms_are_compared_by_welchs_test() -> None:
+    arms = {
+        "a": arm_record(90, 91, 92, mode="ENTP"),
+        "b": arm_record(10, 11, 12, mode="decoder"),
+        "c": arm_record(10, 90, 91, mode="other"),
+    }
+    assert outcome(arms, check({"mode": "decoder"}, "above", p=0.01))[0] == "holds"
+    assert outcome(arms, check({"mode": "decoder"}, "below", p=0.01))[0] == "fails"
+    assert outcome(arms, check({"mode": "other"}, "above"))[0] == "holds"
+    assert outcome(arms, check({"mode": "other"}, "above", p=0.01))[0] == "fails"
+
+
+def test_only_arms_that_agree_in_some_factors_are_compared() -> None:
+    arms = {
+        f"{mode} {n}": arm_record(right, mode=mode, examples=n)
+        for mode, n, right in (
+            ("ENTP", 1, 20),
+            ("ENTP", 5, 90),
+            ("decoder", 1, 10),
+            ("decoder", 5, 80),
+        )
+    }
+    ahead = check({"mode": "decoder"}, "above", same="examples")
+    found, why = outcome(arms, ahead)
+    assert found == "holds"
+    assert why == [
+        "ENTP 1: 0.2 is above 0.1 of decoder 1",
+        "ENTP 5: 0.9 is above 0.8 of decoder 5",
+    ]
+    assert outcome(arms, check({"mode": "decoder"}, "above"))[0] == "fails"
+
+
+def test_selector_takes_one_value_or_several() -> None:
+    factors = {"mode": "ENTP", "layers": 5}
+    assert matches(factors, {})
+    assert matches(factors, {"mode": "ENTP"})
+    assert matches(factors, {"layers": [4, 5]})
+    assert not matches(factors, {"mode": "EN"})
+    assert not matches(factors, {"length": 3})
+
+
+def verdict(*checks: Check) -> str:
+    arms = {"a": arm_record(90, mode="ENTP"), "b": arm_record(mode="decoder")}
+    found = judge(make_record(arms, checks=list(checks)))
+    assert isinstance(found, Verdict)
+    return found.verdict
+
+
+def test_verdict_is_that_of_all_checks() -> None:
+    holds, fails = check(0.5), check(0.95)
+    open_still = check(0.5, left={"mode": "decoder"})
+    assert verdict(holds, holds) == "reproduced"
+    assert verdict(holds, fails, open_still) == "not reproduced"
+    assert verdict(holds, open_still) == "undecided"
+    assert judge(make_record({"a": arm_record(1)})) is None
+
+
+def test_tuned_decoders_contradict_that_decoders_do_not_learn_count3() -> None:
+    found = complete(read_record(RESULTS / "count3.json")).verdict
+    assert found is not None
+    outcomes = {one.says: one.outcome for one in found.checks}
+    assert outcomes["decoders do not learn Count3 with tuned training"] == "fails"
+    assert outcomes["ENTP learns Count3 after a curriculum"] == "holds"
+    assert outcomes["ENTP learns Count3 with the paper's training"] == "undecided"
+    assert found.verdict == "not reproduced"
+
+
+def test_match3_is_reproduced() -> None:
+    found = complete(read_record(RESULTS / "match3.json")).verdict
+    assert found is not None
+    assert found.verdict == "reproduced"

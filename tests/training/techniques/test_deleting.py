@@ -1,0 +1,237 @@
+"""A technique is one file and one line: without it all else trains, and a new one trains with the
+rest."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_runs import new_stepper, small_run
+from torch import Tensor
+
+import entp
+from entp.config import (
+    TECHNIQUE_CONFIGS,
+    BatchScheduleConfig,
+    CurriculumConfig,
+    EmaConfig,
+    ImportanceConfig,
+    Run,
+    model_for,
+)
+from entp.errors import InputError
+from entp.tasks.base import Batch
+from entp.tasks.counting import Count3
+from entp.training.distributed import World
+from entp.training.forward import Forward
+from entp.training.gradients import gradients
+from entp.training.inputs import make_inputs, step_arrays
+from entp.training.plan import Plan
+from entp.training.techniques import TECHNIQUES
+from entp.training.techniques.base import Technique, make_techniques
+
+CPU = torch.device("cpu")
+TASK = Count3(prompt_length=2, length=6, num_values=6)
+CONFIGS: dict[str, Any] = {
+    "ema": EmaConfig(3),
+    "importance": ImportanceConfig(9, "decoder"),
+    "batch_schedule": BatchScheduleConfig(2, 4),
+    "curriculum": CurriculumConfig(2, "random-prefix"),
+}
+
+
+def tiny_run(**changes: Any) -> Run:
+    """Four steps."""
+    model = model_for(TASK, "small", layers=1, heads=2, width=8)
+    train = {"eval_every": 4, "eval_batches": 1, "checkpoint_every": 2}
+    tiny = {"task": TASK, "model": model, "steps": 4, "batch_size": 3, "train": train}
+    return small_run(optim={"warmup_steps": 1}, **{**tiny, **changes})
+
+
+def train_and_resume(run: Run, out: Path) -> None:
+    """Four steps are two and two, bit for bit."""
+    entp.train(run, out / "whole", device="cpu", quiet=True)
+    for steps in (2, 4):
+        now = replace(run, steps=steps)
+        entp.train(now, out / "parts", device="cpu", quiet=True, resume=steps > 2)
+    a, b = (entp.load(out / name, "last").state_dict() for name in ("whole", "parts"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+class Deleted(MetaPathFinder):
+    """A module that cannot be found."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname == self.name:
+            raise ImportError(f"no module named {fullname}")
+        return None
+
+
+@pytest.fixture(params=[*TECHNIQUES])
+def deleted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a technique whose file and line are gone, for all that training imports."""
+    name: str = request.param
+    room = sys.modules["entp.training"]
+    before = {n: m for n, m in sys.modules.items() if n.startswith("entp.training.")}
+    for one in before:  # whoever has imported it would still have it
+        del sys.modules[one]
+        monkeypatch.delattr(room, one.split(".")[2], raising=False)
+    finder = Deleted(TECHNIQUES[name].partition(":")[0])
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    del importlib.import_module("entp.training.techniques").TECHNIQUES[name]
+    yield name
+    for one in [n for n in sys.modules if n.startswith("entp.training.")]:
+        del sys.modules[one]
+        vars(room).pop(one.split(".")[2], None)  # monkeypatch puts back what was there
+    sys.modules.update(before)
+
+
+def test_deleted_technique_leaves_the_others_training(deleted: str, tmp_path: Path) -> None:
+    with pytest.raises(ImportError, match="no module named"):
+        importlib.import_module(TECHNIQUES[deleted].partition(":")[0])
+    train_and_resume(tiny_run(), tmp_path / "plain")
+    for name, config in CONFIGS.items():
+        if name != deleted:
+            train_and_resume(tiny_run(**{name: config}), tmp_path / name)
+
+
+def test_run_that_asks_for_a_deleted_technique_is_refused(deleted: str, tmp_path: Path) -> None:
+    run = tiny_run(**{deleted: CONFIGS[deleted]})
+    with pytest.raises(InputError, match=f"the run asks for {deleted}, which this version of entp"):
+        entp.train(run, tmp_path / "run", device="cpu", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_line_is_a_field_of_a_run_and_a_file() -> None:
+    names = {f.name for f in fields(Run)}
+    assert set(TECHNIQUES) == set(TECHNIQUE_CONFIGS) == set(CONFIGS)
+    assert set(TECHNIQUES) <= names
+    paths = [path.partition(":") for path in TECHNIQUES.values()]
+    assert len({module for module, _, _ in paths}) == len(paths)
+    for module, _, cls in paths:
+        assert issubclass(getattr(importlib.import_module(module), cls), Technique)
+
+
+def test_techniques_act_in_the_order_of_their_lines() -> None:
+    found = make_techniques(tiny_run(**CONFIGS))
+    assert [technique.name for technique in found] == list(TECHNIQUES)
+    assert make_techniques(tiny_run()) == []
+
+
+# A new one: each sequence keeps some of its targets
+
+
+@dataclass(frozen=True)
+class RandomTargetsConfig:
+    """Gradients of so many targets of each sequence, drawn anew in every step."""
+
+    targets: int
+
+
+@dataclass(frozen=True)
+class LaterRun(Run):
+    """A run with one more field."""
+
+    random_targets: RandomTargetsConfig | None = None
+
+
+class RandomTargets(Technique):
+    """Each sequence keeps `targets` of its n targets, each with weight n / targets."""
+
+    def __init__(self, run: Run) -> None:
+        assert isinstance(run, LaterRun)
+        assert run.random_targets is not None
+        self.targets, self.seed = run.random_targets.targets, run.seed
+
+    def arrays(self, step: int, batch: Batch, world: World) -> dict[str, Tensor]:
+        rng = np.random.default_rng((self.seed, step))
+        order = np.where(batch.target_mask, rng.random(batch.y.shape), 2.0).argsort(1).argsort(1)
+        many = batch.target_mask.sum(1, keepdims=True)
+        kept = batch.target_mask & (order < self.targets)
+        weights = kept * many / np.minimum(self.targets, many.clip(1))
+        return {"weights": torch.from_numpy(weights.astype(np.float32))[world.rank :: world.size]}
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random targets: one line for what carries them out, and one for their options."""
+    monkeypatch.setitem(TECHNIQUES, "random_targets", f"{__name__}:RandomTargets")
+    monkeypatch.setitem(TECHNIQUE_CONFIGS, "random_targets", RandomTargetsConfig)
+
+
+def later_run(targets: int | None, **changes: Any) -> Run:
+    run = tiny_run(**changes)
+    now = {f.name: getattr(run, f.name) for f in fields(run)}
+    return LaterRun(**now, random_targets=None if targets is None else RandomTargetsConfig(targets))
+
+
+@pytest.mark.usefixtures("added")
+@pytest.mark.parametrize("techniques", [{}, CONFIGS], ids=["alone", "with all others"])
+def test_added_technique_trains_and_resumes(
+    techniques: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("entp.config.json.Run", LaterRun)  # what config.json is read as
+    train_and_resume(later_run(2, **techniques), tmp_path)
+    plain = later_run(None, **techniques)
+    entp.train(plain, tmp_path / "plain", device="cpu", quiet=True)
+    weights = [entp.load(tmp_path / name, "last").state_dict() for name in ("whole", "plain")]
+    assert not all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.usefixtures("added")
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "with weights of the task"])
+def test_added_technique_has_an_unbiased_gradient(weighted: bool) -> None:
+    """Over many draws the mean is the gradient of all targets, within five standard errors."""
+    run = later_run(2, train={"precision": "fp32"})
+    model = new_stepper(run).state.model
+    batch = run.task.batch(0, "train", 0, run.batch_size)
+    if weighted:
+        weights = np.random.default_rng(0).random(batch.y.shape) * 3
+        batch = replace(batch, loss_weights=weights)
+    how, techniques = Forward.of(run), Plan(run).techniques
+
+    def gradient(step: int, techniques: list[Technique]) -> Tensor:
+        arrays = step_arrays(batch, step, techniques, World())
+        if techniques:
+            assert ((arrays["weights"] > 0).sum(1) == 2).all()
+        inputs = make_inputs(arrays, batch, how, model, CPU)
+        _, found = gradients(model, inputs, how, techniques)
+        return torch.cat([g.flatten() for g in found.values() if g is not None])
+
+    wanted = gradient(0, [])
+    draws = torch.stack([gradient(step, techniques) for step in range(100)])
+    assert draws.std(0).norm() > 0.1 * wanted.norm()
+    error = draws.std(0) / np.sqrt(len(draws))
+    assert ((draws.mean(0) - wanted).abs() < 5 * error + 1e-7).all()
+
+
+@pytest.mark.usefixtures("added")
+def test_added_technique_keeping_all_targets_changes_nothing() -> None:
+    found = []
+    for targets in (4, None):
+        run = later_run(targets, train={"precision": "fp32"})
+        loss, norm, _ = new_stepper(run)(run.task.batch(0, "train", 0, run.batch_size))
+        found.append((float(loss), float(norm)))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_measured_model_is_a_techniques_own_or_the_trained_one() -> None:
+    state = new_stepper(tiny_run(**CONFIGS)).state
+    assert state.measured is state.techniques[-1].measured()
+    plain = new_stepper(tiny_run(importance=CONFIGS["importance"])).state
+    assert plain.measured is plain.model

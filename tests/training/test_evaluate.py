@@ -1,0 +1,245 @@
+"""Metrics of a model, of generated answers and of baselines, and the streams that they are of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import pytest
+import torch
+from small_runs import TASK, small_run
+
+from entp.config import Run, model_for
+from entp.errors import InputError
+from entp.model import Transformer
+from entp.tasks.addition import Addition
+from entp.tasks.base import IGNORE, Baseline, Batch, Split, Task
+from entp.tasks.counting import Count3, Match3
+from entp.tasks.metrics import Predicted
+from entp.training.evaluate import (
+    AT_ONCE,
+    TEST_SEED,
+    check_targets,
+    evaluate,
+    evaluate_baseline,
+    evaluate_generated,
+    split_batches,
+    untouched_batches,
+)
+from entp.training.forward import Forward
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    """Random weights of `small_run()`'s model, large enough for different answers."""
+    torch.manual_seed(0)
+    found = Transformer(small_run().model).eval()
+    with torch.no_grad():
+        for p in found.parameters():
+            p.mul_(5)
+    return found
+
+
+def some(count: int, split: Split = "test") -> list[Batch]:
+    return list(split_batches(TASK, split, count, 8, 0))
+
+
+def test_evaluation_counts_as_by_hand(model: Transformer) -> None:
+    """Over more batches than are measured at a time."""
+    batches = some(AT_ONCE + 2)
+    found = evaluate(model, TASK, iter(batches), Forward.of(small_run()))
+    right, whole, losses = [], [], []
+    for batch in batches:
+        with torch.no_grad():
+            logits = model(torch.from_numpy(batch.x), impl="reference")
+        y = torch.from_numpy(batch.y)
+        losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()))
+        hits = (logits.argmax(-1) == y)[:, 3:].numpy()  # the first target comes after 4 tokens
+        right.append(hits)
+        whole.append(hits.all(1))
+    values = found.values()
+    assert values["token_accuracy"] == pytest.approx(np.mean(right))
+    assert values["exact_match"] == pytest.approx(np.mean(whole))
+    assert values["loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
+    assert values["n"] == 8 * (AT_ONCE + 2)
+    by_length = found.sliced("token_accuracy", "length")
+    assert by_length == pytest.approx(
+        {str(4 + n): share for n, share in enumerate(np.concatenate(right).mean(0))}
+    )
+
+
+def test_evaluation_leaves_no_gradients(model: Transformer) -> None:
+    evaluate(model, TASK, some(1), Forward.of(small_run()))
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+@torch.no_grad()
+def always_zero(run: Run) -> Transformer:
+    """Weights whose answer is always 0."""
+    model = Transformer(run.model)
+    for p in model.parameters():
+        p.zero_()
+    assert model.tokens is not None
+    model.tokens.weight[0] = 1.0
+    model.norm.bias.fill_(1.0)  # type: ignore[union-attr,operator]
+    return model
+
+
+@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm"])
+def test_generated_answers_are_measured(mode: str) -> None:
+    """Of random weights, and of weights whose answer is always 0."""
+    run = small_run(mode=mode)
+    torch.manual_seed(0)
+    nothing = evaluate_generated(Transformer(run.model), TASK, some(2), Forward.of(run))
+    assert nothing.values() == {
+        "exact_match": 0,
+        "token_accuracy": pytest.approx(0.1, abs=0.2),
+        "n": 16,
+    }
+    right = [(batch.y[:, 3:] == 0) for batch in some(10)]
+    found = evaluate_generated(always_zero(run), TASK, some(10), Forward.of(run))
+    assert found.value("token_accuracy") == pytest.approx(np.mean(right))
+    assert "loss" not in found.all
+
+
+@dataclass(frozen=True)
+class Partial(Count3):
+    """Count3 with targets for the first two integers after the prompt only."""
+
+    name: ClassVar[str] = "partial"
+
+    def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
+        batch = super().batch(seed, split, step, size)
+        batch.y[:, self.prompt_length + 1 :] = IGNORE
+        return batch
+
+
+def test_generated_tokens_without_a_target_may_be_anything() -> None:
+    run = small_run(task=Partial(4, 10, 10))
+    batches = list(split_batches(run.task, "test", 20, 8, 0))
+    zeros = sum(int((batch.y[:, 3:5] == 0).all(1).sum()) for batch in batches)
+    assert zeros > sum(int((batch.x[:, 4:] == 0).all(1).sum()) for batch in batches)
+    found = evaluate_generated(always_zero(run), run.task, batches, Forward.of(run))
+    assert found.value("exact_match") == zeros / 160
+
+
+@pytest.mark.parametrize(
+    "task",
+    [Match3(length=8, modulus=4), Addition(train_examples=50)],
+    ids=["other targets", "other places"],
+)
+def test_task_without_text_has_nothing_to_generate(task: Task) -> None:
+    run = Run(task, model_for(task, "small", layers=1, heads=1, width=8))
+    batches = split_batches(task, "test", 1, 8, 0)
+    with pytest.raises(InputError, match=f"{task.name} has nothing to generate"):
+        evaluate_generated(Transformer(run.model), task, batches, Forward.of(run))
+
+
+def test_untouched_batches_are_of_a_seed_of_their_own() -> None:
+    """Whole batches, at least as many sequences as asked for, others for each run."""
+    for seed in (0, 1, 2**32 - 1):
+        found = list(untouched_batches(TASK, 17, 8, seed))
+        assert len(found) == 3
+        for step, batch in enumerate(found):
+            own = TASK.batch((TEST_SEED + seed) % 2**32, "test", step, 8)
+            assert np.array_equal(batch.x, own.x)
+    assert len(list(untouched_batches(TASK, 16, 8, 0))) == 2
+
+
+def test_split_batches_are_the_tasks_first() -> None:
+    for step, batch in enumerate(split_batches(TASK, "valid", 3, 5, 7)):
+        assert np.array_equal(batch.x, TASK.batch(7, "valid", step, 5).x)
+    with pytest.raises(InputError, match="batches is 0: at least 1"):
+        list(split_batches(TASK, "valid", 0, 5, 7))
+
+
+@dataclass(frozen=True)
+class Silent(Count3):
+    """Count3 without targets in every second sequence, and in all of the third batch."""
+
+    name: ClassVar[str] = "silent"
+
+    def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
+        batch = super().batch(seed, split, step, size)
+        batch.y[:: 1 if step == 2 else 2] = IGNORE
+        return batch
+
+
+@pytest.mark.parametrize("mode", ["entp", "decoder"])
+def test_sequences_without_targets_do_not_count(mode: str, model: Transformer) -> None:
+    task, how = Silent(4, 10, 10), Forward.of(small_run(mode=mode))
+    batches = list(split_batches(task, "valid", 3, 8, 0))
+    found = evaluate(model, task, batches, how)
+    assert found.sequences == 2 * 8 // 2
+    halves = [Batch(b.x[1::2], b.y[1::2]) for b in batches[:2]]
+    assert evaluate(model, task, halves, how).values() == pytest.approx(found.values())
+    with pytest.raises(InputError, match="no sequence of these batches of silent has a target"):
+        evaluate(model, task, batches[2:], how)
+
+
+@dataclass(frozen=True)
+class Guessed(Count3):
+    """Count3 with two baselines."""
+
+    name: ClassVar[str] = "guessed"
+
+    def baselines(self) -> dict[str, Baseline]:
+        return {
+            "oracle": lambda batch: Predicted(batch.targets, None),
+            "zero": lambda batch: Predicted(0 * batch.targets, None),
+        }
+
+
+def test_baseline_is_measured_as_a_model_is() -> None:
+    task = Guessed(4, 10, 10)
+    assert evaluate_baseline(task, "oracle", some(2)).values() == {
+        "exact_match": 1,
+        "token_accuracy": 1,
+        "n": 16,
+    }
+    zeros = np.mean([batch.targets == 0 for batch in some(2)])
+    assert evaluate_baseline(task, "zero", some(2)).value("token_accuracy") == pytest.approx(zeros)
+    with pytest.raises(InputError, match=r"unknown baseline of guessed 'orakel'.* oracle"):
+        evaluate_baseline(task, "orakel", some(2))
+
+
+@dataclass(frozen=True)
+class Numbers(Task):
+    """Real numbers to be predicted from vectors."""
+
+    name: ClassVar[str] = "numbers"
+    loss: ClassVar[Literal["cross_entropy", "squared_error"]] = "squared_error"
+
+    def model_needs(self) -> dict[str, Any]:
+        return {"context_length": 6, "input_dim": 2, "outputs": 1}
+
+    def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
+        x = self.rng(seed, split, step).normal(size=(size, 6, 2))
+        return Batch(x, x.sum(2))
+
+
+def test_squared_error_is_the_mean_over_targets() -> None:
+    task = Numbers()
+    run = Run(task, model_for(task, "small", layers=1, heads=1, width=8))
+    torch.manual_seed(0)
+    model = Transformer(run.model)
+    batch = task.batch(0, "test", 0, 16)
+    with torch.no_grad():
+        error = model(torch.from_numpy(batch.x))[..., 0] - torch.from_numpy(batch.y)
+    found = evaluate(model, task, [batch], Forward.of(run)).values()
+    assert found == {"loss": pytest.approx(float(error.square().mean()), rel=1e-5), "n": 16}
+
+
+def test_targets_beyond_the_outputs_are_named() -> None:
+    batch = TASK.batch(0, "train", 0, 8)
+    largest = int(batch.targets.max())
+    check_targets(TASK, batch, largest + 1)
+    with pytest.raises(InputError, match=f"count3 has the target {largest}: targets are 0 to"):
+        check_targets(TASK, batch, largest)
+    negative = Batch(batch.x, np.where(batch.y == IGNORE, IGNORE, batch.y - 1))
+    with pytest.raises(InputError, match="has the target -1"):
+        check_targets(TASK, negative, 10)
+    with pytest.raises(InputError, match="has the target"):
+        check_targets(TASK, Batch(batch.x, batch.y + 0.5), 10)
+    check_targets(Numbers(), Numbers().batch(0, "train", 0, 8), 1)

@@ -1,5 +1,4 @@
-"""Small models with nothing trivially zero in them, for tests that compare two ways to compute the
-same thing."""
+"""Small models with nothing trivially zero in them, and inputs for them."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ NOISE = 0.3
 
 
 def random_model(seed: int = 0, **config: Any) -> Transformer:
-    """A float64 Transformer of `ModelConfig(**config)`, 2 layers of width 8 unless told, every
-    weight perturbed."""
+    """A float64 Transformer, 2 layers of width 8 unless told, with every weight perturbed."""
     defaults: dict[str, Any] = {"context_length": 40, "layers": 2, "heads": 2, "width": 8}
     if "input_dim" not in config:
         defaults["vocab"] = 11
@@ -32,8 +30,7 @@ def random_model(seed: int = 0, **config: Any) -> Transformer:
 
 
 def random_inputs(model: Transformer, batch: int, time: int, seed: int = 0) -> torch.Tensor:
-    """Random token ids (batch, time), or float64 vectors (batch, time, input_dim), whichever the
-    model reads."""
+    """Random token ids (batch, time), or float64 vectors (batch, time, input_dim)."""
     generator = torch.Generator().manual_seed(seed)
     if model.config.vocab is not None:
         return torch.randint(model.config.vocab, (batch, time), generator=generator)

@@ -44,7 +44,10 @@ class OptimConfig:
         check_numbers(self, "optim.")
         problems = []
         if self.min_lr > self.lr:
-            problems.append(f"optim.min_lr {self.min_lr:g} is above optim.lr {self.lr:g}: swapped?")
+            problems.append(
+                f"optim.min_lr {self.min_lr:g} is above optim.lr {self.lr:g}: give a lower "
+                "optim.min_lr too, or are they swapped?"
+            )
         if self.lr <= 0 or self.min_lr < 0:
             problems.append(
                 f"optim.lr {self.lr:g} must be positive and optim.min_lr {self.min_lr:g} not "

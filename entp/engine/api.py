@@ -356,7 +356,7 @@ def select(
     """Outputs at the positions `at` (see all_prefixes) of hidden states (B, T, D); 0 at padding."""
     at, device = as_at(at), hidden_BTD.device
     batch, time = hidden_BTD.shape[:2]
-    chosen = padding = None
+    chosen, padding = hidden_BTD, None
     if lengths is not None:
         padding = torch.arange(time, device=device) >= lengths[:, None]
     if _is_mask(at):
@@ -370,7 +370,7 @@ def select(
         chosen = hidden_BTD[:, index]
         if padding is not None:
             padding = padding[:, index]
-    out = model.readout(hidden_BTD if chosen is None else chosen)
+    out = model.readout(chosen)
     if padding is None:
         return out
     return out.masked_fill(padding[..., None], 0)

@@ -108,7 +108,8 @@ def _blocks(packing: Packing, scores: Tensor) -> list[tuple[slice, Tensor, Tenso
             first = (at * batch + groups[m])[:, None] * stop
             rows.append((first + torch.arange(m, device=device)).flatten())
         ends = torch.tensor(lengths, dtype=torch.long, device=device) - 1
-        blocks.append((slice(start, stop), ends, torch.cat(rows) if rows else ends))
+        row_index = torch.cat(rows) if rows else ends
+        blocks.append((slice(start, stop), ends, row_index))
     return blocks
 
 

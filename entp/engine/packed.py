@@ -207,7 +207,9 @@ def _absorbed_attention(block: Any, rows_ND: Tensor, packing: Packing, last: Ten
     Per head, q k_i = (W_K^T q) x_i + a constant, which softmax ignores, and sum_i a_i v_i = W_V
     (sum_i a_i x_i) + b_V: keys and values of the N rows are never computed.
     """
-    x_ND = at_least_fp32(block.norm_1(rows_ND) if block.pre_norm else rows_ND)
+    if block.pre_norm:
+        rows_ND = block.norm_1(rows_ND)
+    x_ND = at_least_fp32(rows_ND)
     w_q, w_k, w_v = _by_head(block, at_least_fp32(block.qkv.weight))  # (H, d, D) each
     q_MHd = torch.einsum("md,hed->mhe", x_ND[last], w_q)
     b_v = None

@@ -104,8 +104,7 @@ def reproduce(
             failed[arms[ending.number].name] = ending.error
     if stopped:
         found = study.write()  # those beside it have saved since
-    for path in study.places:
-        draw_record(found, path.with_suffix(".png"))
+    study.draw(found)
     _raise_failed(failed, len(arms), study.root / RESULTS)
     return Outcome(**dict(found), stopped_by=stopped)
 
@@ -200,6 +199,13 @@ class Study:
             for path in self.places:
                 found = write_record(path, found)
         return found
+
+    def draw(self, found: Record) -> None:
+        """The figure beside each file of results."""
+        first, *others = (path.with_suffix(".png") for path in self.places)
+        if draw_record(found, first):
+            for other in others:
+                write_file(other, first.read_bytes())
 
 
 def _raise_failed(failed: dict[str, Exception], arms: int, results: Path) -> None:

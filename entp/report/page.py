@@ -135,7 +135,10 @@ def _about_grid(record: Record) -> str:
 
 
 def _caveats(record: Record) -> list[str]:
-    told = [text for arm in record.arms.values() for run in arm.runs for text in run.caveats]
+    """What a reader must know, each thing once."""
+    runs = [run for arm in record.arms.values() for run in arm.runs]
+    told = [text for run in runs for text in run.caveats]
+    told += [run.test.note for run in runs if run.test is not None and run.test.note]
     return [f"\n{escape(text)}" for text in dict.fromkeys(told)]
 
 

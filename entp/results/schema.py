@@ -176,6 +176,8 @@ class RunTest(Part):
     generated: TotalsData | None = None
     """Answers that the model generated, reading what it wrote itself."""
     baselines: dict[str, TotalsData] = {}
+    note: str = ""
+    """What a reader must know about the test sequences."""
 
 
 class Point(Part):

@@ -88,7 +88,7 @@ def _estimate(metric: MetricSpec, seeds: list[Sums]) -> Estimate | None:
     sampling = _sampling(metric, seeds)
     if len(values) == 1:
         return Estimate(mean=mean, interval=_ends(sampling), basis=ONE_SEED)
-    over_seeds = _over_seeds(values, seeds, sampling)
+    over_seeds = _over_seeds(metric, values, sampling)
     return Estimate(mean=mean, interval=_ends(over_seeds), basis=f"{len(values)} seeds")
 
 
@@ -97,21 +97,27 @@ def _sampling(metric: MetricSpec, seeds: list[Sums]) -> tuple[float, float] | No
     found = sum(seeds, Sums()).interval()
     if found is None:
         return None
-    return metric.shown(found[0]), metric.shown(found[1])
+    return _bounded(metric, metric.shown(found[0]), metric.shown(found[1]))
+
+
+def _bounded(metric: MetricSpec, low: float, high: float) -> tuple[float, float]:
+    """An interval that ends where the metric does."""
+    least, most = metric.bounds or (low, high)
+    return max(low, least), min(high, most)
 
 
 def _over_seeds(
-    values: list[float], seeds: list[Sums], sampling: tuple[float, float] | None
+    metric: MetricSpec, values: list[float], sampling: tuple[float, float] | None
 ) -> tuple[float, float] | None:
     """Student's interval, but no narrower than test sampling: seeds that agree by chance, all at 0
     say, know no more than their sequences do."""
     found = t_interval(values)
-    if found is None or sampling is None:
-        return found
-    low, high = min(found[0], sampling[0]), max(found[1], sampling[1])
-    if all(sums.counts() for sums in seeds):
-        return max(0.0, low), min(1.0, high)
-    return low, high
+    if found is None:
+        return None
+    low, high = found
+    if sampling is not None:
+        low, high = min(low, sampling[0]), max(high, sampling[1])
+    return _bounded(metric, low, high)
 
 
 def _ends(interval: tuple[float, float] | None) -> list[float] | None:

@@ -6,17 +6,24 @@ Before version 2 a record had means only, under other names: `final` and `fresh`
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from entp.config.upgrade import METRICS as RENAMED
 from entp.config.upgrade import upgrade_config, upgrade_values
-from entp.results.schema import VERSION, MetricSpec
-from entp.tasks.metrics import EXACT_MATCH, LOSS, TOKEN_ACCURACY, Sums
+from entp.results.schema import VERSION
+from entp.tasks.metrics import EXACT_MATCH, LOSS, TOKEN_ACCURACY, Metric, Sums
 
 MEASURED = {metric.name: metric for metric in (EXACT_MATCH, TOKEN_ACCURACY, LOSS)}
 """All that version 1 could measure."""
 BY_LENGTH = 2048
 """Sequences at most by which version 1 measured accuracy by length, rounded up to batches."""
+
+
+OLD_STREAM = (
+    "Tested on the test stream of earlier versions, by which settings had been compared as well; "
+    "new runs are tested on one that is used for nothing else."
+)
 
 
 def upgrade_record(data: Any) -> Any:
@@ -62,8 +69,8 @@ def _metrics(arms: dict[str, Any]) -> list[str]:
 
 
 def _spec(name: str) -> dict[str, Any]:
-    metric = MetricSpec.of(MEASURED[name]) if name in MEASURED else MetricSpec(name)
-    return {"name": name, "unit": metric.unit, "better": metric.better, "slices": metric.slices}
+    metric = MEASURED.get(name, Metric(name))
+    return dataclasses.asdict(metric)
 
 
 def _arm(arm: dict[str, Any], where: str) -> dict[str, Any]:
@@ -123,6 +130,7 @@ def upgrade_test(final: Any, batch_size: int) -> Any:
         "checkpoint": final.get("weights"),
         "concurrent_runs": final.get("trained_side_by_side"),
         "totals": _totals(final, n, by_length, batch_size),
+        "note": OLD_STREAM,
     }
     told = final.get("generated")
     if told is not None:

@@ -221,7 +221,7 @@ def order_matters(model: Transformer, seed: int = 0) -> Finding:
     difference = [a - b for a, b in zip(one, two, strict=True)]
     predicted = [(a - b) / 3 for a, b in zip(*_fractions(x[:2]), strict=True)]
     return Finding(
-        "the third output of D~ changes when x1 and x2 change places, and that of an encoder with "
+        "the third output of D~ changes when x1 and x2 are swapped, and that of an encoder with "
         "p1 = p2 does not",
         encoder <= TOLERANCE and difference == predicted and any(difference),
         {"encoder": encoder, "decoder": float(max(map(abs, difference)))},

@@ -135,10 +135,10 @@ def peak_bytes(work: Callable[[], object]) -> int:
     """
     # Otherwise the profiler writes lines of its own to stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         result = work()  # held until the end: it counts
-    assert recorded.profiler is not None
-    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert profiled.profiler is not None
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
     del result
     held = most = 0
     for event in sorted(events, key=lambda e: e.start_ns()):

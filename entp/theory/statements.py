@@ -129,7 +129,8 @@ def _lemma_decoder() -> Checked:
     row = next(r for r in result["rows"] if r["n"] == n and r["algorithm"] == "running table")
     no_counter = row["correct"] and row["space"] == 0 and row["time"] < 2 * n
     how = f"run: {row['time']} steps and no counter of its own at n = {n}"
-    return Checked(how, "open: its premise is refuted" if no_counter else "not touched")
+    verdict = "open: its premise is refuted" if no_counter else "not touched"
+    return Checked(how, verdict)
 
 
 def _compiled() -> Checked:
@@ -176,7 +177,8 @@ def _rasp_count3_domain() -> Checked:
     wrong = sum(program(Rasp("encoder"), row.astype(object))[-1] != want for row, want in cases)
     right = all(run("count3", row).answer == want for row, want in cases)
     how = f"random 50: {wrong} wrong as printed, none if x is reduced mod n first"
-    return Checked(how, "fails as printed" if wrong and right else "FAILS")
+    verdict = "fails as printed" if wrong and right else "FAILS"
+    return Checked(how, verdict)
 
 
 def _rasp_match3() -> Checked:
@@ -228,8 +230,8 @@ def _linear_memory() -> Checked:
 def _linear_memory_printed() -> Checked:
     q, k, v = (torch.full((2, 1), c, dtype=torch.float64) for c in (40.0, 40.0, 1.0))
     printed = linear_memory.attend_as_printed(q[-1], k, v)
-    finite = bool(printed.isfinite().all())
-    return Checked("exp of a score of 1600", "does not overflow" if finite else "overflows")
+    verdict = "does not overflow" if bool(printed.isfinite().all()) else "overflows"
+    return Checked("exp of a score of 1600", verdict)
 
 
 def _complexity() -> Checked:

@@ -166,7 +166,7 @@ def position_function(task: Task) -> Callable[[Tensor], Tensor] | None:
 
     def ids(tokens: Tensor) -> Tensor:
         found = task.position_ids(tokens.cpu().numpy())
-        return torch.from_numpy(np.asarray(found, dtype=np.int64)).to(tokens.device)
+        return torch.from_numpy(np.array(found, dtype=np.int64)).to(tokens.device)
 
     return ids
 

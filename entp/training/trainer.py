@@ -276,8 +276,11 @@ class Loop:
         return self.result(reason)
 
     def one_step(self, batch: Batch) -> Stop:
-        """Train on a batch; who wants to stop. Several processes stop together: the first is late, or
-        one has caught a signal. The first one's clock is that of the checkpoints."""
+        """Train on a batch; who wants to stop.
+
+        Several processes stop together: the first is late, or one has caught a signal. The first
+        one's clock is that of the checkpoints.
+        """
         state, alone = self.state, self.world.size == 1
         stop = Stop(self.world.first and self.late(), self.signals.caught is not None)
         self.rate = self.plan.learning_rate(state.step, state.seconds)

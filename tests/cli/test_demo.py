@@ -18,6 +18,7 @@ from entp.model import Transformer
 from entp.tasks.addition import Addition
 from entp.tasks.base import Batch, Split
 from entp.tasks.counting import Count3
+from entp.terminal import format_table
 from entp.theory import compiled
 from entp.training.checkpoint import save_model
 from entp.training.trainer import train
@@ -99,3 +100,13 @@ def test_models_that_come_with_entp_are_tested(
 
 def test_both_sides_differ_in_the_mode_only() -> None:
     assert replace(demo_run("decoder"), mode="entp") == demo_run("entp")
+
+
+def test_table_lines_up() -> None:
+    table = format_table(["name", "value"], [["a", "1"], ["longer", "22"]])
+    assert table.splitlines() == [
+        "name    value",
+        "------  -----",
+        "a           1",
+        "longer     22",
+    ]

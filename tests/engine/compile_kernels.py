@@ -12,11 +12,15 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
 from entp.engine.triton import attention, embed, last, loss, mlp, online_softmax, rows
 
+TARGET = GPUTarget("cuda", 90, 32)
+FRONT_END = "front-end"
+"""A second argument: compile as far as Triton's own intermediate code only."""
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
 
 
@@ -31,13 +35,23 @@ def shared(
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in constants}
-    source = ASTSource(
-        kernel, signature, {(names.index(n),): v for n, v in constants.items()}, aligned
-    )
+    values = {(names.index(n),): v for n, v in constants.items()}
+    source = ASTSource(kernel, signature, values, aligned)
     options = {"num_warps": warps, "num_stages": stages}
-    return int(
-        triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
-    )
+    if FRONT_END in sys.argv:
+        make_ir(source, options)
+        return 1
+    return int(triton.compile(source, target=TARGET, options=options).metadata.shared)
+
+
+def make_ir(source: ASTSource, options: dict[str, int]) -> None:
+    """Triton's own intermediate code: what is wrong with types and shapes shows here."""
+    backend, context = make_backend(TARGET), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    parsed = backend.parse_options(options)
+    functions = backend.get_codegen_implementation(parsed)
+    source.make_ir(TARGET, parsed, functions, backend.get_module_map(), context)
 
 
 def attention_kernels(half: torch.dtype, size: int) -> dict[str, int]:
@@ -127,5 +141,6 @@ GROUPS: dict[str, Callable[[], dict[str, int]]] = {
 }
 
 if __name__ == "__main__":
-    for name, size in GROUPS[sys.argv[1]]().items():
-        print(size, name)
+    for group in GROUPS if sys.argv[1] == "all" else [sys.argv[1]]:
+        for name, size in GROUPS[group]().items():
+            print(size, name)

@@ -1,8 +1,7 @@
-"""Train on sequences of random lengths by kernels and graphs, beside torch's own: `python
-random_lengths.py SEED SECONDS`.
+"""Random lengths by kernels and graphs beside torch's own: `python random_lengths.py SEED SECONDS`.
 
 Prints one line for each length and mode, and ends with an error where losses or gradient norms
-differ. Run several at once: processes that share a GPU have found what one alone did not.
+differ. Run several at once: processes on one GPU have found what a single one did not.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from small_runs import new_stepper
 
 from entp.bench.shapes import RandomTokens
-from entp.config import Mode, ModelConfig, OptimConfig, Run, TrainConfig
+from entp.config import ModelConfig, OptimConfig, Run, TrainConfig
 from entp.engine.layout import rows_of
 from entp.tasks.base import IGNORE, Batch
 from entp.training.cuda_graph import EAGER_STEPS
@@ -29,7 +28,7 @@ STEPS = EAGER_STEPS + 4
 
 
 class WithPrefix(RandomTokens):
-    """The same with a third of the tokens as the prefix of mode prefix."""
+    """The same with a third of the tokens as the prefix of mode prefix-lm."""
 
     @property
     def prefix(self) -> int:
@@ -37,8 +36,7 @@ class WithPrefix(RandomTokens):
 
 
 def draw_run(rng: np.random.Generator) -> Run:
-    """A random length, mode, depth and width; Muon as in the run that once ended in a CUDA error,
-    or AdamW."""
+    """A random length, mode, depth and width; AdamW, or Muon as in a run that failed on CUDA."""
     length, mode = int(rng.integers(1, LONGEST + 1)), str(rng.choice(MODES))
     heads, width = ((2, 64), (4, 256))[int(rng.integers(2))]
     layers, task = int(rng.choice([1, 2, 5, 10])), WithPrefix(length, 8)
@@ -56,8 +54,7 @@ def draw_run(rng: np.random.Generator) -> Run:
 
 
 def some_targets(run: Run, rng: np.random.Generator) -> Batch:
-    """A batch with targets at the last positions only: at most eight where each of them is a prefix
-    of its own."""
+    """A batch with targets at the last eight positions at most."""
     batch = run.task.batch(0, "train", 0, run.batch_size)
     y = batch.y.copy()
     y[:, : max(0, y.shape[1] - int(rng.integers(1, 9)))] = IGNORE
@@ -77,8 +74,7 @@ def losses(run: Run, batch: Batch) -> list[tuple[float, float]]:
 
 
 def compare(run: Run, batch: Batch) -> float:
-    """The largest difference between kernels with graphs and torch's own without, as a fraction, in
-    fp32."""
+    """Largest relative difference, in fp32, of kernels with graphs from torch's own without."""
     kernels = replace(run, train=TrainConfig(impl="triton", precision="fp32"))
     plain = replace(run, train=TrainConfig(impl="packed", precision="fp32", cuda_graph=False))
     got, want = np.array(losses(kernels, batch)), np.array(losses(plain, batch))
@@ -94,12 +90,10 @@ def main(seed: int, seconds: float) -> None:
         off = compare(run, batch)
         half = losses(replace(run, train=TrainConfig(impl="triton", precision="bf16")), batch)
         rows = sum(rows_of(torch.from_numpy(batch.y != IGNORE)))
-        mode: Mode = run.mode
-        name = f"{run.task.length} tokens x {run.batch_size}, {mode}, {rows} rows, {run.model.layers} layers of {run.model.width}"  # type: ignore[attr-defined]
-        print(
-            f"{name}, {run.model.position_embedding}, {run.optim.name}: off by {off:.1e}",
-            flush=True,
-        )
+        tokens = f"{batch.x.shape[1]} tokens x {run.batch_size}, {run.mode}, {rows} rows"
+        name = f"{tokens}, {run.model.layers} layers of {run.model.width}"
+        kind = f"{run.model.position_embedding}, {run.optim.name}"
+        print(f"{name}, {kind}: off by {off:.1e}", flush=True)
         assert off < close, name
         assert np.isfinite(half).all(), name
         number += 1

@@ -1,5 +1,4 @@
-"""`prefix` and `at` in whatever type a person has them: the same numbers give the same outputs,
-anything else is refused."""
+"""`prefix` and `at` of any type: the same numbers give the same outputs, others are refused."""
 
 from __future__ import annotations
 

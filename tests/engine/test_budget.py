@@ -1,5 +1,4 @@
-"""How many rows at once: a step is halved where halves keep a GPU busy, and never where they would
-not; a budget is kept."""
+"""Rows at once: a step is halved only where halves keep a GPU busy; a budget is kept."""
 
 from __future__ import annotations
 
@@ -52,19 +51,15 @@ def test_the_largest_models_get_a_thousand_rows_at_least() -> None:
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("budget", [9, 30, 90, 1000])
 def test_no_more_rows_than_the_budget_are_computed_at_once(budget: int, gradients: bool) -> None:
-    """In the forward pass, and when parts are made again in the backward one: only one of them is
-    ever in memory."""
+    """In the forward pass, and when chunks are recomputed in the backward one."""
     model, at_once = random_model(layers=3), list[int]()
     for block in model.blocks:
         block.fc.register_forward_hook(lambda _module, _inputs, rows: at_once.append(len(rows)))  # type: ignore[union-attr]
     with torch.set_grad_enabled(gradients):
-        model(
-            random_inputs(model, 3, 8)
-        )  # the first call also compares packed with the reference, as there are hooks
+        x = random_inputs(model, 3, 8)  # 36 rows in each sequence
+        model(x)  # with hooks, the first call also compares packed with the reference
         at_once.clear()
-        out = model(
-            random_inputs(model, 3, 8), impl="packed", token_budget=budget
-        )  # 36 rows in each sequence
+        out = model(x, impl="packed", token_budget=budget)
     forward = len(at_once)
     if gradients:
         out.sum().backward()

@@ -85,9 +85,8 @@ def test_the_largest_models_that_kernels_take(width: int, heads: int, half: bool
     with torch.device("meta"):
         model = entp.Transformer(entp.ModelConfig(vocab=5, layers=2, heads=heads, width=width))
     with torch.autocast(device, dtype=torch.bfloat16, enabled=half):
-        assert (
-            choose("triton", device, model.double() if half else model).impl == "triton"
-        )  # autocast's numbers are the size
+        # Under autocast its numbers are the size.
+        assert choose("triton", device, model.double() if half else model).impl == "triton"
 
 
 @pytest.mark.parametrize(

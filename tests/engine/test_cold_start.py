@@ -1,6 +1,7 @@
 """A process's first large `exp`: with `warm_math` before it, its bits are those of the second.
 
-`python tests/engine/test_cold_start.py 2000` counts 2,000 starts of each function, with and without `warm_math`.
+`python tests/engine/test_cold_start.py 2000` counts 2,000 starts of each function, with and
+without `warm_math`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ THREADS, NUMBERS = 2, 5200
 
 
 def differs(function: str, x: torch.Tensor, kind: str) -> bool:
-    """Whether this process's first large call of the function differs from its second. Nothing may
-    have warmed it before."""
+    """Whether this process's first large call of the function differs from its second."""
     torch.set_num_threads(THREADS)
     if kind == "warm":
         warm_math()
@@ -32,8 +32,7 @@ def differs(function: str, x: torch.Tensor, kind: str) -> bool:
 
 
 def forked_starts(starts: int, cases: list[str]) -> list[int]:
-    """For each case ("exp float64 warm"), in how many forks of this process, which takes them in
-    turn, the first call differs.
+    """In how many forks of this process the first call differs, for each case ("exp float64 warm").
 
     This process must not have used the library itself.
     """
@@ -41,9 +40,8 @@ def forked_starts(starts: int, cases: list[str]) -> list[int]:
     for _ in range(starts):
         for i, case in enumerate(cases):
             function, dtype, kind = case.split()
-            x = torch.arange(1, NUMBERS + 1, dtype=getattr(torch, dtype)) / (
-                NUMBERS + 1
-            )  # too few to start threads here
+            # Too few to start threads here.
+            x = torch.arange(1, NUMBERS + 1, dtype=getattr(torch, dtype)) / (NUMBERS + 1)
             child = os.fork()
             if not child:
                 status = 2
@@ -59,8 +57,7 @@ def forked_starts(starts: int, cases: list[str]) -> list[int]:
 
 
 def count_starts(starts: int, cases: list[str]) -> list[int]:
-    """The same in the forks of a new process: this one may have used the library, and may have
-    threads, which forks lose."""
+    """The same in forks of a new process: this one may have used the library, and have threads."""
     command = [sys.executable, __file__, str(starts), *cases]
     limit = 60 + starts * len(cases)
     out = subprocess.run(
@@ -71,8 +68,7 @@ def count_starts(starts: int, cases: list[str]) -> list[int]:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_warm_start_computes_the_same_bits_at_once() -> None:
-    """Without `warm_math`, up to 10 of 100 starts differ with MKL 2024.2, but few or none while
-    other work keeps cores busy."""
+    """Without `warm_math`, up to 10 of 100 starts differ with MKL 2024.2, fewer on busy cores."""
     assert count_starts(
         40, ["exp float64 warm", "sqrt float64 warm", "logsumexp float64 warm"]
     ) == [0, 0, 0]

@@ -1,5 +1,4 @@
-"""Generation: caches against recomputation and against the paper's loop, drawing, stopping, and
-every error."""
+"""Generation: caches against no cache and the paper's loop, drawing, stopping, and every error."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ modes = pytest.mark.parametrize("mode", MODES)
 
 
 def build(dtype: torch.dtype = torch.float64, **shape: object) -> Transformer:
-    """A tiny model whose weights are large enough for outputs to differ between tokens and between
-    modes."""
+    """A tiny model whose outputs differ between tokens and between modes."""
     torch.manual_seed(0)
     model = Transformer(
         ModelConfig(
@@ -194,9 +192,8 @@ def test_tensor_and_list_outputs_agree(mode: str, cache: bool) -> None:
     assert out.dtype == torch.int64
     assert out.shape == (2, 10)
     assert out.tolist() == generate(model, rows, 7, mode, cache=cache)
-    assert out.tolist() == generate(
-        model, list(torch.tensor(rows)), 7, mode, cache=cache
-    )  # any integers will do
+    any_integers = list(torch.tensor(rows))
+    assert out.tolist() == generate(model, any_integers, 7, mode, cache=cache)
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -320,14 +317,11 @@ def test_top_p_draws_from_the_fewest_that_reach_p() -> None:
     for count in range(1, 6):
         just_above, just_below = float(reached[count - 1]) + 1e-3, float(reached[count - 1]) - 1e-3
         assert set(drawn(Sampling(temperature=1.0, top_p=just_below))) == set(best_first[:count])
-        assert set(drawn(Sampling(temperature=1.0, top_p=just_above))) == set(
-            best_first[: count + 1]
-        )
+        more = set(best_first[: count + 1])
+        assert set(drawn(Sampling(temperature=1.0, top_p=just_above))) == more
     assert set(drawn(Sampling(temperature=1.0, top_p=1.0))) == set(range(6))
-    assert set(pick(torch.zeros(100, 4), Sampling(temperature=1.0, top_p=0.5)).tolist()) == {
-        0,
-        1,
-    }  # they reach it exactly
+    half = pick(torch.zeros(100, 4), Sampling(temperature=1.0, top_p=0.5))
+    assert set(half.tolist()) == {0, 1}  # they reach it exactly
 
 
 def test_top_p_is_measured_after_top_k() -> None:
@@ -414,9 +408,7 @@ def test_errors_say_what_is_wrong(change: dict[str, object], message: str) -> No
 
 @pytest.mark.parametrize("shape", [{"outputs": 3}, {"vocab": None, "input_dim": 4, "outputs": 3}])
 def test_models_that_do_not_predict_tokens_are_refused(shape: dict[str, object]) -> None:
-    for prompts in (
-        [[1, 2]],
-        [[[0.5] * 4] * 2],
-    ):  # vectors are no lists of ids, but that is not what is wrong with them
+    # Vectors are no lists of ids, but that is not what is wrong with them.
+    for prompts in ([[1, 2]], [[[0.5] * 4] * 2]):
         with pytest.raises(InputError, match=r"reads tokens and predicts them.*outputs=3"):
             generate(build(**shape), prompts, 2)  # type: ignore[type-var]

@@ -52,8 +52,7 @@ def outputs_and_gradients(
 
 
 def rounded_pair(seed: int = 0, **config: Any) -> tuple[entp.Transformer, entp.Transformer]:
-    """A float64 model and a float32 one with the same weights, for any width of about the same size
-    of activations."""
+    """A float64 and a float32 model with the same weights, of activations of about one size."""
     exact = random_model(seed, **config)
     for p in exact.blocks.parameters():
         p.data *= min(1.0, (64 / exact.config.width) ** 0.5) if p.ndim == 2 else 1.0
@@ -109,8 +108,7 @@ def test_long_prefixes_equal_the_reference_in_float64(impl: str) -> None:
 @pytest.mark.parametrize("size", [32, 64, 96, 128])
 @pytest.mark.parametrize("half", [True, False], ids=["bf16", "fp32"])
 def test_head_sizes(size: int, half: bool) -> None:
-    """In either precision, in one tile and in several: at most twice as far from float64 as the
-    reference is."""
+    """In one tile and in several: at most twice as far from float64 as the reference is."""
     exact, single = rounded_pair(layers=3, heads=384 // size, width=384, context_length=200)
     x = random_inputs(exact, 2, 200).cuda()
     at = [126, 198]
@@ -129,8 +127,7 @@ def test_head_sizes(size: int, half: bool) -> None:
 
 @pytest.mark.parametrize("impl", ["packed", "triton"])
 def test_bf16_is_as_close_to_float64_as_the_references_bf16(impl: str) -> None:
-    """Outputs and gradients: the ratio of errors, averaged over models, is not above 1 by more than
-    its own uncertainty."""
+    """The ratio of errors, averaged over models, is not above 1 by more than its uncertainty."""
     ratios: dict[str, list[float]] = {"out": [], "gradients": []}
     for seed in range(16):
         exact, single = rounded_pair(seed, layers=3, heads=2, width=64, vocab=64)
@@ -151,8 +148,7 @@ def test_bf16_is_as_close_to_float64_as_the_references_bf16(impl: str) -> None:
 
 @pytest.mark.parametrize("free", [None, 16])
 def test_a_decoder_by_the_kernels_is_as_close_to_float64_as_torchs(free: int | None) -> None:
-    """Outputs and gradients in bf16: the kernels' errors over torch's, averaged over models, are
-    not above 1 but for noise."""
+    """The kernels' errors over torch's in bf16, averaged over models, are at most about 1."""
     mode, ratios = "decoder" if free is None else "prefix-lm", {"out": [], "gradients": []}
     for seed in range(16):
         exact, single = rounded_pair(seed, layers=3, heads=2, width=64, vocab=64)
@@ -181,8 +177,7 @@ def loss_curve(run: Run, out: Path) -> dict[int, float]:
 
 
 def test_bf16_training_follows_the_references_loss_curve(tmp_path: Path) -> None:
-    """200 steps of Count3 by the kernels (and graphs) and by the loop, both in bf16, for each of
-    four seeds.
+    """200 steps of Count3 in bf16, by kernels and graphs and by the loop, for each of four seeds.
 
     At each of four places on the curve, the two differ for the same seed, on average over seeds, by
     less than the loop's own curves do from seed to seed (their standard deviation): exchanging the
@@ -226,7 +221,7 @@ def test_bf16_training_follows_the_references_loss_curve(tmp_path: Path) -> None
     ],
 )
 def test_training_follows_the_cpu(mode: str, impl: str, tmp_path: Path) -> None:
-    """The same run on both devices, in fp32: the losses agree to rounding; in bf16 they stay close."""
+    """The same run on both devices: losses agree to rounding in fp32, and stay close in bf16."""
     for name, device, precision in (
         ("cpu", "cpu", "fp32"),
         ("gpu", "cuda", "fp32"),
@@ -327,8 +322,7 @@ def factors(rows: int, columns: int, inner: int, plain: bool) -> tuple[Tensor, T
 def test_products_equal_torchs_to_rounding(
     shape: tuple[int, int, int], biased: bool, plain: bool
 ) -> None:
-    """Half a step of bf16 at each number's size, and fp32's own rounding of a sum of `inner`
-    products."""
+    """Half a step of bf16 at each number's size, and fp32's rounding of `inner` products."""
     a, b, bias = factors(*shape, plain)
     got = cublaslt.product(a, b, bias if biased else None, plain=plain)
     want = a.double() @ (b.double() if plain else b.double().T) + (bias.double() if biased else 0)
@@ -341,8 +335,7 @@ def test_products_equal_torchs_to_rounding(
 
 
 def test_shapes_that_keep_coming_are_not_timed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More shapes than are timed, and than are kept: the same bits, and what was timed stays
-    bounded."""
+    """More shapes than are timed and kept: the same bits, and no more is timed."""
     monkeypatch.setattr(cublaslt, "_timed", set())
     monkeypatch.setattr(cublaslt, "MOST_TIMED", 20)
     cublaslt._call.cache_clear()
@@ -377,8 +370,7 @@ def test_all_algorithms_give_the_same_bits(shape: tuple[int, int, int], plain: b
 
 
 def test_random_lengths_in_all_modes_while_others_use_the_gpu() -> None:
-    """Four processes at once, each 40 seconds of random lengths from 1 to 300, graphs on: see
-    random_lengths.py."""
+    """Four processes at once, 40 seconds of random lengths each, with graphs: random_lengths.py."""
     script = Path(__file__).with_name("random_lengths.py")
     running = [
         subprocess.Popen(
@@ -414,8 +406,7 @@ class Bad(RandomTokens):
 
 
 def test_a_failure_of_the_gpu_is_a_sentence_with_the_step_to_continue_from(tmp_path: Path) -> None:
-    """A token far outside the vocabulary in step 12 stops the device; the process ends by itself,
-    without a stack."""
+    """A token outside the vocabulary stops the device; the process ends without a stack."""
     (tmp_path / "bad.py").write_text(FAILING)
     options = [
         "--steps=40",
@@ -438,7 +429,7 @@ def test_a_failure_of_the_gpu_is_a_sentence_with_the_step_to_continue_from(tmp_p
 def test_batched_products_equal_torchs_to_rounding(
     shape: tuple[int, int, int, int], turned: bool
 ) -> None:
-    """(n, rows, inner, columns), with and without a matrix added, factors as stored and transposed."""
+    """(n, rows, inner, columns), with and without a matrix added, as stored and transposed."""
     n, rows, inner, columns = shape
     generator = torch.Generator("cuda").manual_seed(0)
     a, b, add = (

@@ -60,8 +60,7 @@ def go(stepper: Stepper, data: list[Batch]) -> list[tuple[float, float]]:
 
 
 def weights(state: State) -> Tensor:
-    """All parameters but biases of keys: softmax ignores those, so their gradient is rounding,
-    which AdamW scales up."""
+    """All parameters but biases of keys, whose gradient is rounding, which AdamW scales up."""
     parts = []
     for name, p in state.model.named_parameters():
         q_k_v = p.detach().chunk(3) if name.endswith("qkv.bias") else (p.detach(),)
@@ -70,8 +69,7 @@ def weights(state: State) -> Tensor:
 
 
 def assert_same_training(run: Run, data: list[Batch], graphs: int, close: float = 1e-5) -> None:
-    """Steps with and without graphs have the same losses and norms and end at the same weights;
-    `graphs` are captured."""
+    """Steps with `graphs` graphs and with none have the same losses, norms and final weights."""
     state, stepper = start(run, "cuda")
     before = weights(state).clone()
     plain, eager = start(changed(run, cuda_graph=False), "cuda")
@@ -167,8 +165,7 @@ TECHNIQUES: dict[str, tuple[dict[str, Any], int]] = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", RUNS.values(), ids=RUNS.keys())
 def test_replays_follow_plain_steps(changes: dict[str, Any]) -> None:
-    """Other batches and another rate at every step: losses, norms and the weights after 12 steps, 9
-    of them replayed."""
+    """Losses, norms and weights over 12 steps, 9 of them replayed, each with its own rate."""
     run = small_run(**{**changes, "optim": {**SCHEDULE, **changes.get("optim", {})}})
     half = run.train.precision == "bf16" or run.optim.name == "muon"  # which works in bf16 on CUDA
     assert_same_training(run, batches(run), graphs=1, close=1e-4 if half else 1e-5)
@@ -208,8 +205,7 @@ def test_a_graph_is_captured_after_a_few_steps() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["entp", "decoder"])
 def test_another_mask_is_another_graph(mode: str) -> None:
-    """Other targets, once: a plain step between replays. As often as the first: a graph of their
-    own."""
+    """Other targets, once: a plain step between replays. As often as the first: another graph."""
     run = small_run(mode=mode, train=FP32, optim=SCHEDULE)
     data = batches(run, EAGER_STEPS + 5)
     data[EAGER_STEPS + 2] = with_other_mask(data[EAGER_STEPS + 2], 6)
@@ -225,8 +221,7 @@ def test_another_mask_is_another_graph(mode: str) -> None:
     ids=["entp", "decoder", "muon"],
 )
 def test_the_host_is_ahead_and_each_step_has_its_own_batch(changes: dict[str, Any]) -> None:
-    """The device is kept busy before every replay: the host does not wait for it, and no batch is
-    overwritten unread."""
+    """The host does not wait for a busy device, and no batch is overwritten unread."""
     run = small_run(train=FP32, **{**changes, "optim": {**SCHEDULE, **changes.get("optim", {})}})
     found = []
     for busy in (False, True):
@@ -262,8 +257,7 @@ def test_graphs_are_kept_for_a_few_shapes_only() -> None:
 
 @pytest.mark.gpu
 def test_many_other_masks_between_replays() -> None:
-    """A graph reads where its prefixes stand from memory that must still be there when other masks
-    have come and gone."""
+    """A graph's tables must still be there when other masks have come and gone."""
     run = small_run(train=FP32, optim=SCHEDULE)
     others = []
     for number, batch in enumerate(batches(run, 40)):
@@ -287,8 +281,7 @@ def test_what_cannot_be_captured_runs_as_plain_steps(reason: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_resumed_runs_capture_again_and_continue(optimizer: str, tmp_path: Path) -> None:
-    """A run of 14 steps, and one that was stopped after 7 and resumed: replays before and after the
-    checkpoint."""
+    """14 steps, and 7 and 7 after resuming: replays before and after the checkpoint."""
 
     def run(steps: int) -> Run:
         return small_run(
@@ -319,9 +312,8 @@ def test_a_run_from_a_gpu_continues_on_a_cpu_and_back(optimizer: str, tmp_path: 
     whole, parts = (
         [r["loss"] for r in read_metrics(tmp_path / name)] for name in ("whole", "parts")
     )
-    assert parts == pytest.approx(
-        whole, rel=1e-4 if optimizer == "adamw" else 1e-2
-    )  # muon works in bf16 on CUDA
+    close = 1e-4 if optimizer == "adamw" else 1e-2  # muon works in bf16 on CUDA
+    assert parts == pytest.approx(whole, rel=close)
 
 
 @pytest.mark.gpu
@@ -329,8 +321,7 @@ def test_a_run_from_a_gpu_continues_on_a_cpu_and_back(optimizer: str, tmp_path: 
 @pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_model_changed_between_steps_is_trained_as_by_the_reference(name: str, mode: str) -> None:
-    """Steps by graph, then a change of the model, then more steps: losses and norms are those of
-    plain reference steps."""
+    """Steps by graph, a change of the model, more steps: as plain reference steps."""
     run = small_run(mode=mode, train=FP32)
     data = batches(run, EAGER_STEPS + 3)
     found = []

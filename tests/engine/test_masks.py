@@ -1,5 +1,4 @@
-"""Masks against the sentence that defines them, the drawings of the modes, and attention against
-explicit softmax."""
+"""Masks against their definition, the drawings of the modes, and attention against softmax."""
 
 from __future__ import annotations
 

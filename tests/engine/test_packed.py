@@ -1,4 +1,4 @@
-"""The packed engine against the reference: outputs, gradients, budgets, extreme scores, bfloat16."""
+"""The packed engine against the reference: outputs, gradients, budgets, extreme scores, bf16."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def questions(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(configs(), questions(), st.integers(0, 1000))
-@settings(max_examples=80)
+@settings(max_examples=120)
 def test_packed_is_the_reference(
     config: dict[str, Any], question: dict[str, Any], seed: int
 ) -> None:

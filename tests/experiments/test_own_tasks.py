@@ -147,8 +147,8 @@ def word_bytes(words: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Majority(Task):
-    """Which of three tokens is the commonest: one class at the last position of each sequence, which
-    have different lengths; the majority of the batch as a baseline, accuracy by class as a note."""
+    """Which of three tokens is the commonest: one class at the last position of sequences of
+    different lengths; accuracy by class, which is a note of the batch."""
 
     name: ClassVar[str] = "majority"
     length: int = 7
@@ -366,7 +366,7 @@ def test_baseline_goes_through_the_same_measure(recorded: Path) -> None:
 
 
 def trained_apart(task: Task, lr: float, folder: Path) -> tuple[Outcome, list[dict[str, Any]]]:
-    """A decoder whose loss goes up again, and its evaluations."""
+    """A decoder with this learning rate, and its evaluations."""
     recipe = own_recipe(task, Figure("curves"), lr)
     recipe = replace(recipe, arms=recipe.arms[1:])
     found = reproduce(recipe, folder, device="cpu")
@@ -390,4 +390,3 @@ def test_lower_is_better_decides_the_best_checkpoint(
     assert run.best[metric] == min(values)
     assert run.test is not None
     assert run.test.checkpoint == f"best-{best['step']:08d}"
-    assert best["step"] < 8

@@ -4,9 +4,11 @@ again, and nothing that is done is lost."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -52,7 +54,7 @@ def run_once(recipe: Recipe, runs: Path, **options: Any) -> Outcome:
 def _quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures have tests of their own, and take a second each."""
     monkeypatch.setattr(
-        reproducing, "draw_record", lambda record, path: path.write_bytes(b"a small figure")
+        reproducing, "draw_record", lambda _, path: path.write_bytes(b"a small figure") > 0
     )
 
 
@@ -181,6 +183,22 @@ def test_gpu_that_failed_stops_all(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(reproducing, "train", fails)
     with pytest.raises(DeviceFailed):
         run_once(small_recipe(), tmp_path)
+
+
+def test_signal_stops_and_what_there_is_is_recorded(tmp_path: Path) -> None:
+    long = decoder_only(steps=10**6)
+    both = replace(long, arms=[*long.arms, small_recipe().arms[0]], generated_sequences=0)
+    timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    timer.start()
+    found = run_once(both, tmp_path)
+    timer.join()
+    assert found.stopped_by == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert re.fullmatch(r"\d+ of 1000000 steps", status(found.arms[DECODER]))
+    assert found.arms[DECODER].runs[0].test is None
+    assert status(found.arms[ENTP]) == "not run"
+    assert read_record(tmp_path / "small" / "results.json").arms == found.arms
 
 
 def test_some_arms_and_one_seed(tmp_path: Path) -> None:
@@ -357,6 +375,7 @@ def test_what_is_done_is_recorded_before_the_next_begins(
     assert found[0].test is not None
 
 
+@pytest.mark.slow
 def test_runs_in_parallel_are_the_runs_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -375,6 +394,7 @@ def test_runs_in_parallel_are_the_runs_one_by_one(
         assert [p.values for p in first.curve] == [p.values for p in second.curve]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="needs Linux's list of child processes"
 )

@@ -111,8 +111,7 @@ def plain(line: str) -> str:
 
 @pytest.mark.parametrize("section", WITH_CODE)
 def test_blocks_work_as_written(section: str) -> None:
-    """Blocks run; comments and indented lines show what was printed; every section ends with
-    entp.check."""
+    """Blocks run; comments and indented lines show what was printed; entp.check comes last."""
     ran = run(section)
     printed = {plain(line) for line in ran.printed.splitlines()}
     shown = re.findall(r"# (\[.*)$", "".join(blocks(section)), flags=re.MULTILINE)

@@ -1,5 +1,4 @@
-"""The Transformer: sizes, initialisation, options, and in every mode exactly what an output may and
-may not depend on."""
+"""The Transformer: sizes, initialisation, options, and what outputs depend on in each mode."""
 
 from __future__ import annotations
 
@@ -80,9 +79,8 @@ def test_parameter_counts_of_the_papers_sizes(size: str, millions: float) -> Non
     attention = (width + 1) * 3 * width + (width + 1) * width
     mlp = (width + 1) * 4 * width + (4 * width + 1) * width
     norms = 2 * 2 * width
-    expected = (
-        layers * (attention + mlp + norms) + 2 * width + 2 * 64 * width
-    )  # last norm, tokens (tied), positions
+    last_norm, tokens, positions = 2 * width, 64 * width, 64 * width
+    expected = layers * (attention + mlp + norms) + last_norm + tokens + positions
     assert sum(p.numel() for p in model.parameters()) == expected
     assert round(expected / 1e6, 2) == millions
 
@@ -96,9 +94,8 @@ def test_gpt2_initialisation() -> None:
         if p.ndim == 2:
             residual = name.endswith(("proj.weight", "out.weight"))
             std = 0.02 / math.sqrt(16) if residual else 0.02
-            within = 5 / math.sqrt(
-                2 * p.numel()
-            )  # five standard errors of a sample's standard deviation
+            # Five standard errors of a sample's standard deviation.
+            within = 5 / math.sqrt(2 * p.numel())
             assert p.std().item() == pytest.approx(std, rel=within), name
             assert abs(p.mean().item()) < 5 * std / math.sqrt(p.numel()), name
         else:
@@ -140,9 +137,8 @@ def test_the_head_is_tied_to_the_embedding() -> None:
 )
 def test_each_option_changes_the_output(mode: str, option: dict[str, str]) -> None:
     plain, other = random_model(**VECTORS), random_model(**VECTORS, **option)
-    other.load_state_dict(
-        {k: v for k, v in plain.state_dict().items() if k in other.state_dict()}
-    )  # the same weights
+    same = {k: v for k, v in plain.state_dict().items() if k in other.state_dict()}
+    other.load_state_dict(same)
     x = random_inputs(plain, 2, 7)
     one, two = run(plain, x, mode), run(other, x, mode)
     assert two.isfinite().all()
@@ -222,8 +218,7 @@ LENGTHS = torch.tensor([5, 2, 8, 1])
 def outputs_and_gradients(
     model: Transformer, x: Tensor, mode: str, **options: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Outputs, and the gradients of everything of a loss that weighs each output, padding too,
-    differently."""
+    """Outputs, and all gradients of a loss that weighs each output, padding too, differently."""
     model.zero_grad()
     if x.is_floating_point():
         x = x.clone().requires_grad_()
@@ -285,8 +280,7 @@ def test_each_sequence_has_its_own_prefix(prefixes: list[int], time: int) -> Non
 
 
 def dependence(model: Transformer, x: Tensor, mode: str, t: int, **options: Any) -> Tensor:
-    """How much the output at t changes with each input: the largest gradient entry of each
-    position, (T,)."""
+    """How much the output at t depends on each position, (T,): its largest gradient."""
     x = x.clone().requires_grad_()
     out = run(model, x, mode, **options)[0, t]
     grads = [torch.autograd.grad(value, x, retain_graph=True)[0][0] for value in out]
@@ -309,8 +303,7 @@ def test_no_output_sees_the_future_and_every_output_sees_its_past(
 
 
 def inner_dependence(model: Transformer, x: Tensor, mode: str, query: int, key: int) -> float:
-    """The largest gradient of the hidden state at `query`, when x[:, :key+1] has been read, on the
-    input at `key`."""
+    """The largest gradient of the hidden state at `query` by the last input read, at `key`."""
     x = x[:, : key + 1].clone().requires_grad_()
     hidden = masked_hidden(model, x, mode, prefix=key + 1 if mode == "prefix-lm" else None)[
         0, query
@@ -331,8 +324,7 @@ def test_inner_positions_know_the_last_token_in_entp_and_not_in_a_decoder() -> N
 
 @pytest.mark.parametrize("impl", ["packed", "reference"])
 def test_entp_reads_inner_positions_that_know_the_last_token(impl: str) -> None:
-    """The keys and values that the last of two layers reads at i < t change with token t; in a
-    decoder they never do."""
+    """Keys and values that layer 2 reads at i < t change with token t; in a decoder they do not."""
     model = random_model(**{**VECTORS, "layers": 2})
     x = random_inputs(model, 1, 5)
     t = 4
@@ -340,9 +332,8 @@ def test_entp_reads_inner_positions_that_know_the_last_token(impl: str) -> None:
     def values_read(last: Tensor, mode: str) -> Tensor:
         rows = torch.cat([x[:, :t], last[None, None]], 1)
         h = model.blocks[0](model.embed(rows), torch.arange(t + 1), causal=mode == "decoder")
-        return model.blocks[1].qkv(model.blocks[1].norm_1(h))[
-            0, :t
-        ]  # keys and values of the inner positions
+        keys_and_values = model.blocks[1].qkv(model.blocks[1].norm_1(h))
+        return keys_and_values[0, :t]
 
     full = torch.autograd.functional.jacobian(lambda v: values_read(v, "entp"), x[0, t])
     causal = torch.autograd.functional.jacobian(lambda v: values_read(v, "decoder"), x[0, t])

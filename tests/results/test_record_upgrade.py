@@ -49,6 +49,7 @@ def test_upgraded_record_has_every_number(name: str) -> None:
             assert kept == tuple(was[key] for key in ("steps", "seconds", "n", "status", "seed"))
             assert run.test.concurrent_runs == final["trained_side_by_side"]
             assert run.test.checkpoint == final["weights"]
+            assert "test stream of earlier versions" in run.test.note
             assert run.environment.commit == was["environment"]["commit"]
             assert len(run.curve) == len(was["curve"])
             for point, was_point in zip(run.curve, was["curve"], strict=True):

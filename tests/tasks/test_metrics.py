@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -261,6 +260,20 @@ def test_interval_of_several_targets_in_a_sequence_is_that_of_a_ratio() -> None:
     assert low < totals.value("token_accuracy") < high
 
 
+def test_interval_ends_at_the_bounds() -> None:
+    """Nineteen targets of twenty in one sequence, all in the other: more than all is impossible."""
+    batch = Batch(np.zeros((2, 20)), np.ones((2, 20)))
+    answer = np.ones(40)
+    answer[0] = 0
+    score = {"token_accuracy": token_accuracy(batch, Predicted(answer, None))}
+    totals = Totals.of((TOKEN_ACCURACY,), batch, score)
+    free = Totals.of((replace(TOKEN_ACCURACY, bounds=None),), batch, score)
+    low, high = free.interval("token_accuracy") or (0.0, 0.0)
+    assert low > 0
+    assert high > 1
+    assert totals.interval("token_accuracy") == (low, 1.0)
+
+
 def test_standard_error_is_the_spread_of_repeated_draws() -> None:
     """Of a ratio whose values and weights go together; within the error of 2000 repetitions."""
     rng = np.random.default_rng(0)
@@ -424,9 +437,3 @@ def test_token_accuracy_is_by_the_tokens_read() -> None:
     got = Predicted(np.array([1, 0, 1, 0]), None)
     totals = Totals.of(Task().metrics, batch, Task().measure(batch, got))
     assert totals.sliced("token_accuracy", "length") == {"2": 1.0, "3": 0.5}
-
-
-def test_scores_may_have_no_slices() -> None:
-    empty: Mapping[str, np.ndarray] = Score(np.ones(1), np.ones(1)).slices
-    assert dict(empty) == {}
-    assert replace(LOSS, slices=("a",)).slices == ("a",)

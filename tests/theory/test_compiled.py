@@ -1,5 +1,4 @@
-"""Count3 as weights set by hand: every sequence right, in every engine, saved and loaded; under a
-causal mask it fails."""
+"""Count3 as weights set by hand: right in every engine, saved and loaded; wrong if causal."""
 
 from __future__ import annotations
 
@@ -20,7 +19,8 @@ from entp.tasks.counting import Count3, count3_next
 from entp.theory import compiled
 from entp.theory.compiled import BLOCKS, answers, count3
 from entp.training.checkpoint import load_run, save_model
-from entp.training.evaluate import evaluate
+from entp.training.evaluate import evaluate, split_batches
+from entp.training.forward import Forward
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +57,7 @@ def test_ten_thousand_random_sequences(model: Transformer) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 31, 32, 63, 64])
 def test_sequences_made_to_break_it(model: Transformer, n: int) -> None:
-    """All equal (all zero: count = n², the largest there is), two values, one odd one out, every
-    value once."""
+    """All equal (all zero: count = n², the largest), two values, one odd one out, each once."""
     rows = [[value] * n for value in range(n)]
     rows += [[0] * (n - 1) + [value] for value in range(n)] + [
         [value] + [0] * (n - 1) for value in range(n)
@@ -82,11 +81,9 @@ def test_size_does_not_depend_on_the_length(n_max: int) -> None:
 
 @pytest.mark.parametrize("n", [64, 256, 512])
 def test_the_margin_grows_as_it_must(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least margin is for lengths beyond a test's reach: without it, 3 ln n and a little is
-    enough, and less is not."""
-    x = np.zeros(
-        (1, n), dtype=int
-    )  # every row has n - 1 equal partners: the largest error there is
+    """3 ln n and a little is enough, and less is not; the least margin is for longer sequences."""
+    # Every row has n - 1 equal partners: the largest error there is.
+    x = np.zeros((1, n), dtype=int)
     monkeypatch.setattr(compiled, "LEAST_MARGIN", 0)
     assert compiled.margin(n) < 30
     assert answers(count3(n), x).tolist() == [0]
@@ -158,20 +155,23 @@ def test_under_a_causal_mask_the_same_weights_fail(
 
 def test_saved_and_loaded_like_any_checkpoint(experiments: Transformer, tmp_path: Path) -> None:
     task = Count3()
-    run = Run(task, experiments.config, "entp", batch=16)
+    run = Run(task, experiments.config, "entp", batch_size=16)
     folder = save_model(experiments, tmp_path / "compiled", run)
     again = entp.load(folder)
     assert all(
         torch.equal(a, b)
         for a, b in zip(experiments.state_dict().values(), again.state_dict().values(), strict=True)
     )
-    values = evaluate(again, load_run(folder), batches=2, device=torch.device("cpu"))
-    assert (values["sequence_accuracy"], values["token_accuracy"], values["n"]) == (1.0, 1.0, 32)
-    assert values["loss"] < 1e-6
+    loaded = load_run(folder)
+    batches = split_batches(loaded.task, "test", 2, loaded.batch_size, loaded.seed)
+    totals = evaluate(again, loaded.task, batches, Forward.of(loaded))
+    assert (totals.value("exact_match"), totals.value("token_accuracy")) == (1.0, 1.0)
+    assert totals.sequences == 32
+    assert totals.value("loss") < 1e-6
 
 
 @pytest.mark.parametrize(("n_max", "ratio"), [(0, 1), (4, 0)])
-def test_wrong_sizes_are_a_sentence(n_max: int, ratio: int) -> None:
+def test_wrong_sizes_are_refused(n_max: int, ratio: int) -> None:
     with pytest.raises(
         InputError, match=f"n_max is {n_max} and ratio {ratio}: both must be at least 1"
     ):
@@ -180,8 +180,7 @@ def test_wrong_sizes_are_a_sentence(n_max: int, ratio: int) -> None:
 
 @pytest.mark.parametrize("ratio", [1, 4])
 def test_float32_is_enough_for_64(ratio: int) -> None:
-    """Scores are whole multiples of 30 below 2^24, which float32 holds exactly: O(log n) bits, as
-    the lemma assumes."""
+    """Scores are whole multiples of 30 below 2^24, which float32 holds exactly: O(log n) bits."""
     model = count3(64, ratio).float()
     rng = np.random.default_rng(7)
     for n in (16, 47, 64):

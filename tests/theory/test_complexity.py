@@ -1,5 +1,4 @@
-"""The table of complexities, measured: operations are the formulas', memory grows with the powers
-that the paper gives."""
+"""The table of complexities: operations are the formulas', memory grows with the paper's powers."""
 
 from __future__ import annotations
 
@@ -82,8 +81,7 @@ def test_operations_grow_as_the_table_says(result: dict[str, Any]) -> None:
 
 
 def test_a_cached_token_of_two_layers_is_linear() -> None:
-    """The table's n² is that of a model that keeps nothing: with layer 1 kept, and one query in the
-    last, none is left."""
+    """The table's n² is that of a model that keeps nothing: with layer 1 kept, none is left."""
     for layers, linear in ((2, True), (3, False)):
         for what in ("operations", "formula"):
             a, b, c = (one("entp, cached", n, layers=layers)[what] for n in (20, 40, 60))
@@ -137,9 +135,8 @@ def test_additional_memory_grows_as_the_table_says(result: dict[str, Any]) -> No
     assert 0.9 < result["powers"]["entp"]["additional"] < 1.4
     assert 0.9 < result["powers"]["entp, cached"]["additional"] < 1.4
     assert abs(result["powers"]["decoder, O(D)"]["additional"]) < 1e-9
-    assert (
-        len(set(column(result, "decoder, O(D)", "additional")[1:])) == 1
-    )  # at 16 there is one block of keys only
+    # At 16 there is one block of keys only.
+    assert len(set(column(result, "decoder, O(D)", "additional")[1:])) == 1
 
 
 def test_a_decoder_that_writes_its_scores_down_grows_after_all(result: dict[str, Any]) -> None:
@@ -210,9 +207,8 @@ def test_fitted_powers() -> None:
     assert fit_power(lengths, [3 * n**2.5 for n in lengths]) == pytest.approx(2.5)
     assert fit_power(lengths, [1e6, 1e5, 8, 16, 32]) == pytest.approx(1)  # the upper half only
     assert fit_power(lengths, [0] * 5) is None
-    assert fit_power(lengths, [0, 0, 8, 16, 32]) == pytest.approx(
-        1
-    )  # what is 0 below the middle does not matter
+    # What is 0 below the middle does not matter.
+    assert fit_power(lengths, [0, 0, 8, 16, 32]) == pytest.approx(1)
 
 
 def test_the_report(result: dict[str, Any]) -> None:

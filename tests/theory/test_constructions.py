@@ -1,4 +1,4 @@
-"""The paper's two theorems: its formulas exactly, its observations on random models, and T_D = D."""
+"""The paper's two theorems: its formulas exactly, its steps on random models, and T_D = D."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def uniform_attention(heads: int, zero: str) -> Transformer:
 @pytest.mark.parametrize("mode", ["decoder", "entp"])
 @pytest.mark.parametrize("heads", [1, 3])
 def test_exact_evaluation_reads_all_weights(zero: str, mode: str, heads: int) -> None:
-    """Not only the theorem's: random values, projections, MLPs, biases and heads with equal scores."""
+    """Also random values, projections, MLPs, biases and heads with equal scores."""
     model = uniform_attention(heads, zero)
     assert_exact(model, random_inputs(model, 1, 5), mode)
 
@@ -357,9 +357,8 @@ def test_models_of_too_few_positions_are_refused_not_stretched() -> None:
         ):
             causal_model(alone, x, mode, prefix=1)
     torch.testing.assert_close(causal_model(alone, x[:, :1]), alone(x[:, :1], "entp"), **CLOSE)
-    assert order_matters(
-        random_transformer(0, context_length=1, position_embedding="none")
-    ).holds  # without positions there is no limit
+    # Without positions there is no limit.
+    assert order_matters(random_transformer(0, context_length=1, position_embedding="none")).holds
 
 
 # Causal models
@@ -400,9 +399,8 @@ def test_a_prefix_decoder_is_its_causal_model_from_the_end_of_the_prefix_on() ->
     once, causal = model(x, "prefix-lm", prefix=4), causal_model(model, x, "prefix-lm", 4)
     torch.testing.assert_close(once[:, 3:], causal[:, 3:], **CLOSE)
     assert ((once - causal)[:, :3].abs().amax(-1) > 1e-4).all()
-    torch.testing.assert_close(
-        causal[:, :4], causal_model(model, x, "entp")[:, :4], **CLOSE
-    )  # inside: the encoder
+    encoder = causal_model(model, x, "entp")
+    torch.testing.assert_close(causal[:, :4], encoder[:, :4], **CLOSE)
     assert ((causal - causal_model(model, x, "decoder"))[:, 1:].abs().amax(-1) > 1e-5).all()
 
 
@@ -414,17 +412,15 @@ def test_one_layer_is_one_function(kind: dict[str, Any], prefix: int) -> None:
     found = one_layer_is_one_function(model, x, prefix)
     assert found.holds, found
     before = (model(x, "prefix-lm", prefix=prefix) - model(x, "decoder"))[:, : prefix - 1]
-    assert (
-        before.abs().amax(-1) > 1e-5
-    ).all()  # read once, a position inside the prefix sees what comes after it
+    # Read once, a position inside the prefix sees what comes after it.
+    assert (before.abs().amax(-1) > 1e-5).all()
 
 
 def test_two_layers_are_not_one_function() -> None:
     model = random_model(layers=2)
     x = random_inputs(model, 1, 5)
-    assert (causal_model(model, x, "entp") - causal_model(model, x, "decoder"))[
-        :, 1:
-    ].abs().max() > 1e-3
+    difference = causal_model(model, x, "entp") - causal_model(model, x, "decoder")
+    assert difference[:, 1:].abs().max() > 1e-3
     with pytest.raises(InputError, match="this model has 2 layers"):
         one_layer_is_one_function(model, x, 2)
     for prefix in (0, 6):
@@ -436,9 +432,8 @@ def test_two_layers_are_not_one_function() -> None:
 
 def test_findings_fail_where_the_statement_does() -> None:
     broken = random_transformer(0)
-    broken.head.weight[0, 0] = float(
-        "nan"
-    )  # NaN queries would not do: on some CPUs torch's attention makes zeros of them
+    # NaN queries would not do: on some CPUs torch's attention makes zeros of them.
+    broken.head.weight[0, 0] = float("nan")
     assert not collapses_for_any_encoder(broken).holds
     assert not repeats_for_any_decoder(broken).holds
     broken = random_transformer(0, position_embedding="none")

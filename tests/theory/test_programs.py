@@ -1,5 +1,4 @@
-"""The paper's RASP programs against brute force, and the two places where the printed ones are
-wrong.
+"""The paper's RASP programs against brute force, and where the printed ones are wrong.
 
 The printed programs are here as they are in the paper, but for the mask: `every` evaluates a step
 without a causal argument, `causal` one with it.
@@ -54,8 +53,7 @@ def prefixes(x: Any) -> list[Any]:
 
 
 def all_sequences(lengths: range, values: int | None = None) -> list[tuple[int, ...]]:
-    """All of these lengths n with values below n, or below the number given; shortest first, then
-    by first value."""
+    """All of these lengths n with values below n, or below the number given; shortest first."""
     return [
         x
         for n in lengths
@@ -304,9 +302,8 @@ def assert_chain_is_right(x: Any) -> None:
     assert len(chain.generated) == 2 * n + 2
     tokens = (*chain.prompt, EOS, *chain.generated)
     assert chain.trace.x.tolist() == list(tokens[:-1])
-    assert chain.trace.output[n:].tolist() == list(
-        chain.generated
-    )  # one pass gives again what each pass gave last
+    # One pass gives what each pass gave last.
+    assert chain.trace.output[n:].tolist() == list(chain.generated)
     assert max(chain.generated) <= n
 
 
@@ -349,8 +346,7 @@ def test_printed_chain_of_thought_needs_eos_outside_its_tokens() -> None:
 
 @given(sequences_below(8))
 def test_attention_can_take_the_chains_last_remainder(x: list[int]) -> None:
-    """As the encoder's program does: among keys 0, n, 2 n, ... the largest that is at most the
-    count, taken off it."""
+    """As the encoder's program: the count less the largest of 0, n, 2 n, ... that is at most it."""
     chain, r = chain_of_thought(x), Rasp("causal")
     n, count = chain.trace.named["n"], chain.trace.named["count"]
     multiples = (r.indices(n) - n) * n
@@ -387,7 +383,7 @@ def test_encoder_programs_do_not() -> None:
         (
             "count3-printed",
             [0, 2, 1, 4],
-            r"count3-printed takes whole numbers from 0 to n - 1 = 3 .*count3.*: got 4 at index 3\.",
+            r"count3-printed takes whole numbers from 0 to n - 1 = 3 .*: got 4 at index 3\.",
         ),
         (
             "count3-printed",

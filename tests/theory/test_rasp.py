@@ -1,5 +1,4 @@
-"""RASP's operations by hand on small sequences, against loops over their definitions, and what a
-mask promises."""
+"""RASP's operations by hand, against loops over their definitions, and what a mask promises."""
 
 from __future__ import annotations
 

@@ -13,16 +13,31 @@ import pytest
 from entp import load
 from entp.cli.main import main
 from entp.cli.theory import ProgramName
-from entp.theory import compiled, statements
+from entp.theory import compiled, complexity, statements, tradeoff
 from entp.theory.programs import PROGRAMS
 from entp.theory.statements import STATEMENTS, Checked, Statement, check_all, report
 
 PAPERS_LABELS = {
-    "sec:tdd", "sec:ede", "thm:dyen", "thm:eydn", "tab:cc", "con:ts2", "lem:conjl2", "lem:enc-bound", "alg:linear-memory-attn",
-    "alg:tc1", "alg:tc2", "alg:rasp_count_triplets", "alg:rasp_has_triplet", "alg:rasp_count_triplets_cot",
-}  # fmt: skip
+    *("sec:tdd", "sec:ede", "thm:dyen", "thm:eydn", "tab:cc", "con:ts2", "lem:conjl2"),
+    *("lem:enc-bound", "alg:linear-memory-attn", "alg:tc1", "alg:tc2", "alg:rasp_has_triplet"),
+    *("alg:rasp_count_triplets", "alg:rasp_count_triplets_cot"),
+}
+MEASURED = Path(__file__).parents[2] / "results" / "complexity.json"
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two measurements that take most of the time: recorded, and of fewer lengths.
+
+    test_complexity.py and test_count3_algorithms.py measure them.
+    """
+    recorded = json.loads(MEASURED.read_text())
+    shorter = tradeoff.measure((64, 2048))
+    monkeypatch.setattr(complexity, "measure", lambda: recorded)
+    monkeypatch.setattr(statements, "_tradeoff", lambda: shorter)
+
+
+@pytest.mark.usefixtures("quick")
 def test_all_statements_of_the_paper_are_there_and_come_out_as_documented(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,20 +75,17 @@ def test_programs_on_the_command_line(name: str, capsys: pytest.CaptureFixture[s
         assert printed.endswith("\n\npartners wanted: 3 1 2\nfound: 1 1 1\nanswer: 0\n")
 
 
-def test_the_trade_off_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trade_off_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "tradeoff.json"
-    assert (
-        main(["theory", "count3-tradeoff", "--n-max", "256", "--seed", "2", "--out", str(out)]) == 0
-    )
+    words = ["theory", "count3-tradeoff", "--n-max", "256", "--seed", "2", "--out", str(out)]
+    assert main(words) == 0
     assert "fitted: time ~ n^1.50, space ~ n^0.50" in capsys.readouterr().out
-    assert (json.loads(out.read_text())["lengths"], json.loads(out.read_text())["seed"]) == (
-        [64, 128, 256],
-        2,
-    )
+    kept = json.loads(out.read_text())
+    assert (kept["lengths"], kept["seed"]) == ([64, 128, 256], 2)
     assert (tmp_path / "tradeoff.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_the_trade_off_is_still_recorded(
+def test_trade_off_is_saved_without_matplotlib(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -81,7 +93,7 @@ def test_without_matplotlib_the_trade_off_is_still_recorded(
         main(["theory", "count3-tradeoff", "--n-max", "128", "--out", str(tmp_path / "a.json")])
         == 0
     )
-    assert "no picture: pip install 'entp[plot]' to draw one." in capsys.readouterr().out
+    assert "no figure: pip install 'entp[plot]' to draw one." in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
@@ -96,9 +108,7 @@ def test_compiled_weights_are_tried_on_the_values_they_are_for(
         [str(n), str(n - 1), "50", "of", "50"] for n in (8, 16, 32)
     ]
     assert main([*words, "--seed", "1"]) == 0
-    assert (
-        capsys.readouterr().out != printed
-    )  # other sequences: under the causal mask others are right
+    assert capsys.readouterr().out != printed  # under the causal mask other sequences are right
     monkeypatch.setattr(compiled, "margin", lambda n_max: 1.0)  # weights that are wrong
     assert main(words) == 1
 
@@ -110,7 +120,7 @@ def test_compiled_weights_are_a_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "4 layers, width 20" in printed
     assert len(re.findall(r"20 of 20", printed)) == 3
     assert main(["evaluate", folder, "--batches", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["sequence_accuracy"] == 1.0
+    assert json.loads(capsys.readouterr().out)["exact_match"] == 1.0
     assert main(["generate", folder, "--prompt", "3 1 4 1 5 9 2 6 5 3 5 8 9 7 9 3"]) == 0
     assert len(capsys.readouterr().out.split()) == 64
 
@@ -120,20 +130,17 @@ def test_short_compiled_weights_can_be_saved_too(
     n_max: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(tmp_path / "c")
-    assert (
-        main(["theory", "compiled", "--n-max", str(n_max), "--sequences", "3", "--out", folder])
-        == 0
-    )
+    words = ["theory", "compiled", "--n-max", str(n_max), "--sequences", "3", "--out", folder]
+    assert main(words) == 0
     told = capsys.readouterr().out
     assert load(folder).config.vocab == n_max
-    assert ("entp evaluate" in told) == (
-        main(["evaluate", folder, "--batches", "1"]) == 0
-    )  # what it says to try works
+    works = main(["evaluate", folder, "--batches", "1"]) == 0
+    assert ("entp evaluate" in told) == works  # what it says to try works
     assert ("entp.load" in told, "entp evaluate" in told) == (n_max <= 2, n_max > 2)
     if n_max > 2:  # from the length on that its values are for
         capsys.readouterr()
         assert main(["evaluate", folder, "--batches", "1", "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["sequence_accuracy"] == 1.0
+        assert json.loads(capsys.readouterr().out)["exact_match"] == 1.0
 
 
 def test_a_ratio_beyond_what_can_be_built_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from small_runs import TASK, new_stepper, small_run
 from torch import Tensor
 
 from entp.config import BatchScheduleConfig, CurriculumConfig, Run, model_for
-from entp.errors import InputError, TrainingStopped
+from entp.errors import DeviceFailed, InputError, TrainingStopped
 from entp.tasks.addition import Addition
 from entp.tasks.base import Batch, Split, Task
 from entp.tasks.counting import Count3
@@ -442,6 +442,42 @@ def test_monitored_metric_that_is_not_measured_is_an_error(tmp_path: Path) -> No
     assert set(result.metrics) == {"loss", "n"}
 
 
+def failing_at(step: int, error: RuntimeError, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a step of training raise this."""
+    whole = Stepper.__call__
+
+    def failing(stepper: Stepper, *rest: Any) -> Any:
+        if stepper.state.step == step:
+            raise error
+        return whole(stepper, *rest)
+
+    monkeypatch.setattr(Stepper, "__call__", failing)
+
+
+@pytest.mark.parametrize(
+    ("step", "kept"), [(7, r"continue from step-00000005 with --resume"), (2, "no checkpoint had")]
+)
+def test_failure_of_the_gpu_says_how_to_go_on(
+    step: int, kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing_at(step, RuntimeError("CUDA error: unspecified launch failure"), monkeypatch)
+    told = rf"the GPU failed at about step {step} \(CUDA error: unspecified.*\); {kept}"
+    with pytest.raises(DeviceFailed, match=told):
+        fit(small_run(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a bug"), torch.OutOfMemoryError("CUDA error: out of memory")], ids=str
+)
+def test_other_errors_are_not_the_gpus(
+    error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing_at(1, error, monkeypatch)
+    with pytest.raises(type(error), match=str(error)) as caught:
+        fit(small_run(), tmp_path)
+    assert caught.value is error
+
+
 def test_used_folder_is_not_overwritten(tmp_path: Path) -> None:
     fit(small_run(steps=1), tmp_path / "run")
     with pytest.raises(InputError, match="already holds a run"):
@@ -512,6 +548,13 @@ def test_logger_that_is_not_installed_is_named(
     monkeypatch.setitem(sys.modules, "trackio", None)  # as if it could not be imported
     with pytest.raises(InputError, match=r"pip install 'entp\[trackio\]'"):
         fit(small_run(train={"logger": "trackio"}), tmp_path)
+
+
+def test_quiet_training_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    fit(small_run(steps=1), tmp_path / "quiet")
+    assert capfd.readouterr() == ("", "")
+    train(small_run(steps=1), tmp_path / "loud", device="cpu")
+    assert capfd.readouterr().err.startswith("count3 entp: step 1/1  exact_match ")
 
 
 def test_sequences_of_different_lengths_train(tmp_path: Path) -> None:

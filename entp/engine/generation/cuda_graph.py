@@ -84,7 +84,8 @@ class _Step:
     ) -> Tensor:
         """Logits after one more token per sequence: eager first, then captured, then replayed."""
         self.new.copy_(new_B)
-        self.own.copy_(self.length if position_ids is None else position_ids)
+        own = self.length if position_ids is None else position_ids
+        self.own.copy_(own)
         self.used += 1
         if self.graph is None and self.used > 1 and self.device.type == "cuda":
             graph = torch.cuda.CUDAGraph()

@@ -213,7 +213,8 @@ def _continue(
 ) -> Tensor:
     """New tokens (B, steps); after a stop token only stop tokens. The last one is never read."""
     stop = source.stop
-    new = tokens_BT.new_full((len(tokens_BT), steps), 0 if stop is None else stop)
+    filling = 0 if stop is None else stop
+    new = tokens_BT.new_full((len(tokens_BT), steps), filling)
     stopped = torch.zeros_like(lengths_B, dtype=torch.bool)
     known = _Known(tokens_BT, lengths_B, steps, position_ids)
     logits = known.read(cache)

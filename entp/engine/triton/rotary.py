@@ -47,8 +47,7 @@ def plain_rotate(qkv_NK: Tensor, rotation: Rotation, heads: int) -> Tensor:
 def _rotate(
     x, cos, sin, index, sums, N, D, HALF, PER, BACK: tl.constexpr, R: tl.constexpr, DP: tl.constexpr
 ):  # fmt: skip
-    """PER tiles of R rows, each with the D pairs of features of q and k. BACK: turn back, and add
-    up columns."""
+    """PER tiles of R rows, D pairs of features of q and k each. BACK: turn back, sum columns."""
     pairs = tl.arange(0, DP)
     e = pairs % HALF
     first = (pairs // HALF) * (2 * HALF) + e

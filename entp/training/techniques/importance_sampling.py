@@ -304,8 +304,8 @@ def draw(
     """(M,) the sequences sampled: systematic sampling at each position, from the random number
     start_P in [0, 1).
 
-    Probabilities are laid end to end, and whatever lies at start, start + 1, ... is sampled: each with
-    its probability, none twice.
+    Probabilities are laid end to end, and whatever lies at start, start + 1, ... is sampled: each
+    with its probability, none twice.
     """
     ends = probabilities_BP.cumsum(0)[:, position_M]
     found = (ends <= (start_P[position_M] + turn_M)[None]).sum(0)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_runs import small_run
+from tiny_runs import tiny_run
 
 import entp
 from entp.config import BatchScheduleConfig, CurriculumConfig, ImportanceConfig, Run
@@ -24,7 +24,7 @@ LATE = BatchScheduleConfig(step=6, batch_size=12)
 
 def late_run(**changes: Any) -> Run:
     """Ten steps: six of 8 sequences, four of 12."""
-    return small_run(**{"batch_schedule": LATE, **changes})
+    return tiny_run(**{"batch_schedule": LATE, **changes})
 
 
 def batches_of(run: Run, start: int) -> list[Any]:
@@ -36,7 +36,7 @@ def batches_of(run: Run, start: int) -> list[Any]:
     ("run", "first", "last"),
     [
         (late_run(), 8, 12),
-        (small_run(curriculum=CurriculumConfig(6, batch_size=5)), 5, 8),
+        (tiny_run(curriculum=CurriculumConfig(6, batch_size=5)), 5, 8),
         (late_run(curriculum=CurriculumConfig(6, batch_size=5)), 5, 12),
     ],
     ids=["batch schedule", "curriculum", "both"],
@@ -64,7 +64,7 @@ CURRICULA = [
 def test_sequences_add_up(
     curriculum: CurriculumConfig | None, schedule: BatchScheduleConfig | None
 ) -> None:
-    run = small_run(optim={"warmup_steps": 1}, curriculum=curriculum, batch_schedule=schedule)
+    run = tiny_run(optim={"warmup_steps": 1}, curriculum=curriculum, batch_schedule=schedule)
     plan = Plan(run)
     for reached in range(run.steps + 1):
         sizes = [plan.batch_size(number) for number in range(reached)]

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_runs import new_stepper, small_run
+from small_runs import new_stepper
+from tiny_runs import tiny_run
 
 import entp
 from entp.config import (
@@ -42,7 +43,7 @@ CONSTANT = {"lr": 3e-3, "min_lr": 3e-3, "warmup_steps": 0}
 
 def first_run(curriculum: CurriculumConfig = FIRST, **changes: Any) -> Run:
     """Ten steps: six of a decoder, with 12 sequences each, then four of ENTP, with 8."""
-    return small_run(curriculum=curriculum, **changes)
+    return tiny_run(curriculum=curriculum, **changes)
 
 
 def trained(run: Run, out: Path, **options: Any) -> dict[str, torch.Tensor]:
@@ -85,11 +86,11 @@ def test_learning_rate_and_batch_size_are_the_runs_unless_given() -> None:
 def test_curriculum_is_a_decoder_and_then_its_fork(muon: bool, tmp_path: Path) -> None:
     optim = {**CONSTANT, **({"name": "muon", "precondition_every": 2} if muon else {})}
     whole = trained(first_run(CurriculumConfig(6), optim=optim), tmp_path / "whole")
-    decoder = small_run(mode="decoder", steps=6, optim=optim)
+    decoder = tiny_run(mode="decoder", steps=6, optim=optim)
     first = trained(decoder, tmp_path / "decoder")
     stopped = first_run(CurriculumConfig(6), optim=optim, steps=6)
     assert same(first, trained(stopped, tmp_path / "stopped"))
-    fork = trained(small_run(optim=optim), tmp_path / "fork", fork=tmp_path / "decoder")
+    fork = trained(tiny_run(optim=optim), tmp_path / "fork", fork=tmp_path / "decoder")
     assert same(whole, fork)
     longer = trained(replace(decoder, steps=10), tmp_path / "decoder", resume=True)
     assert not same(whole, longer)
@@ -144,7 +145,7 @@ def test_evaluations_measure_the_runs_own_mode(tmp_path: Path) -> None:
     run = first_run(steps=5)
     trained(run, tmp_path / "run")
     optim = {"lr": 5e-3, "min_lr": 3e-3, "decay_steps": 6}
-    decoder = small_run(mode="decoder", steps=5, batch_size=12, optim=optim)
+    decoder = tiny_run(mode="decoder", steps=5, batch_size=12, optim=optim)
     trained(decoder, tmp_path / "decoder")
     rows, others = (read_metrics(tmp_path / name) for name in ("run", "decoder"))
     losses = [[r["loss"] for r in some if r["kind"] == "train"] for some in (rows, others)]
@@ -159,7 +160,7 @@ def test_evaluations_measure_the_runs_own_mode(tmp_path: Path) -> None:
 
 
 def test_prefix_ends_at_every_target_alike() -> None:
-    batch = small_run().task.batch(0, "train", 0, 4000)
+    batch = tiny_run().task.batch(0, "train", 0, 4000)
     mask = batch.target_mask
     prefix, weights = draw_prefixes(0, 7, batch, 1.0)
     ends, counts = np.unique(prefix.numpy() - 1, return_counts=True)
@@ -173,7 +174,7 @@ def test_prefix_ends_at_every_target_alike() -> None:
 
 
 def test_prefixes_belong_to_seed_and_step_alone() -> None:
-    batch = small_run().task.batch(0, "train", 0, 100)
+    batch = tiny_run().task.batch(0, "train", 0, 100)
     one, again, later, other = (
         draw_prefixes(seed, step, batch, 1.0).prefix
         for seed, step in ((0, 7), (0, 7), (0, 8), (1, 7))
@@ -186,7 +187,7 @@ def test_prefixes_belong_to_seed_and_step_alone() -> None:
 @pytest.mark.parametrize("probability", [0.0, 0.4, 1.0])
 def test_uniform_lengths_weigh_every_length_alike(probability: float) -> None:
     """Over many sequences; without the option the first of n weighs 1 - p + p / n of the last."""
-    batch = small_run().task.batch(0, "train", 0, 20_000)
+    batch = tiny_run().task.batch(0, "train", 0, 20_000)
     mask = batch.target_mask
     n = int(mask[0].sum())
     (prefix, uniform), (same_prefix, plain) = (
@@ -201,7 +202,7 @@ def test_uniform_lengths_weigh_every_length_alike(probability: float) -> None:
 
 
 def test_uniform_lengths_weigh_sequences_of_any_number_of_targets() -> None:
-    batch = small_run().task.batch(0, "train", 0, 20_000)
+    batch = tiny_run().task.batch(0, "train", 0, 20_000)
     y = batch.y.copy()
     y[:10_000, -1] = IGNORE
     y[0] = IGNORE  # without any
@@ -223,7 +224,7 @@ def test_probability_of_a_prefix_rises_to_one() -> None:
 
 
 def test_probability_is_that_of_a_sequence() -> None:
-    batch = small_run().task.batch(0, "train", 0, 4000)
+    batch = tiny_run().task.batch(0, "train", 0, 4000)
     prefix, weights = draw_prefixes(0, 0, batch, 0.0)
     assert torch.equal(prefix, torch.ones_like(prefix))
     assert np.array_equal(weights.numpy(), batch.target_mask.astype(np.float32))

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_runs import new_stepper, small_run
+from small_runs import new_stepper
+from tiny_runs import tiny_run
 from torch import Tensor
 
 import entp
@@ -27,11 +28,9 @@ from entp.config import (
     EmaConfig,
     ImportanceConfig,
     Run,
-    model_for,
 )
 from entp.errors import InputError
 from entp.tasks.base import Batch
-from entp.tasks.counting import Count3
 from entp.training.distributed import World
 from entp.training.forward import Forward
 from entp.training.gradients import gradients
@@ -41,7 +40,6 @@ from entp.training.techniques import TECHNIQUES
 from entp.training.techniques.base import Technique, make_techniques
 
 CPU = torch.device("cpu")
-TASK = Count3(prompt_length=2, length=6, num_values=6)
 CONFIGS: dict[str, Any] = {
     "ema": EmaConfig(3),
     "importance": ImportanceConfig(9, "decoder"),
@@ -50,22 +48,20 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-def tiny_run(**changes: Any) -> Run:
-    """Four steps."""
-    model = model_for(TASK, "small", layers=1, heads=2, width=8)
-    train = {"eval_every": 4, "eval_batches": 1, "checkpoint_every": 2}
-    tiny = {"task": TASK, "model": model, "steps": 4, "batch_size": 3, "train": train}
-    return small_run(optim={"warmup_steps": 1}, **{**tiny, **changes})
+def short_run(**changes: Any) -> Run:
+    """Four steps of three sequences."""
+    train = {"eval_every": 4, "eval_batches": 1, **changes.pop("train", {})}
+    run = {"steps": 4, "batch_size": 3, "optim": {"warmup_steps": 1}, "train": train}
+    return tiny_run(**{**run, **changes})
 
 
-def train_and_resume(run: Run, out: Path) -> None:
-    """Four steps are two and two, bit for bit."""
-    entp.train(run, out / "whole", device="cpu", quiet=True)
+def train_and_resume(run: Run, out: Path) -> dict[str, Tensor]:
+    """The weights after two steps and two more."""
     for steps in (2, 4):
         now = replace(run, steps=steps)
-        entp.train(now, out / "parts", device="cpu", quiet=True, resume=steps > 2)
-    a, b = (entp.load(out / name, "last").state_dict() for name in ("whole", "parts"))
-    assert all(torch.equal(a[name], b[name]) for name in a)
+        result = entp.train(now, out, device="cpu", quiet=True, resume=steps > 2)
+        assert result.step == steps
+    return entp.load(out, "last").state_dict()
 
 
 class Deleted(MetaPathFinder):
@@ -104,14 +100,14 @@ def deleted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_deleted_technique_leaves_the_others_training(deleted: str, tmp_path: Path) -> None:
     with pytest.raises(ImportError, match="no module named"):
         importlib.import_module(TECHNIQUES[deleted].partition(":")[0])
-    train_and_resume(tiny_run(), tmp_path / "plain")
+    train_and_resume(short_run(), tmp_path / "plain")
     for name, config in CONFIGS.items():
         if name != deleted:
-            train_and_resume(tiny_run(**{name: config}), tmp_path / name)
+            train_and_resume(short_run(**{name: config}), tmp_path / name)
 
 
 def test_run_that_asks_for_a_deleted_technique_is_refused(deleted: str, tmp_path: Path) -> None:
-    run = tiny_run(**{deleted: CONFIGS[deleted]})
+    run = short_run(**{deleted: CONFIGS[deleted]})
     with pytest.raises(InputError, match=f"the run asks for {deleted}, which this version of entp"):
         entp.train(run, tmp_path / "run", device="cpu", quiet=True)
     assert not (tmp_path / "run").exists()
@@ -128,9 +124,9 @@ def test_every_line_is_a_field_of_a_run_and_a_file() -> None:
 
 
 def test_techniques_act_in_the_order_of_their_lines() -> None:
-    found = make_techniques(tiny_run(**CONFIGS))
+    found = make_techniques(short_run(**CONFIGS))
     assert [technique.name for technique in found] == list(TECHNIQUES)
-    assert make_techniques(tiny_run()) == []
+    assert make_techniques(short_run()) == []
 
 
 # A new one: each sequence keeps some of its targets
@@ -175,7 +171,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def later_run(targets: int | None, **changes: Any) -> Run:
-    run = tiny_run(**changes)
+    run = short_run(**changes)
     now = {f.name: getattr(run, f.name) for f in fields(run)}
     return LaterRun(**now, random_targets=None if targets is None else RandomTargetsConfig(targets))
 
@@ -186,11 +182,13 @@ def test_added_technique_trains_and_resumes(
     techniques: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("entp.config.json.Run", LaterRun)  # what config.json is read as
-    train_and_resume(later_run(2, **techniques), tmp_path)
-    plain = later_run(None, **techniques)
-    entp.train(plain, tmp_path / "plain", device="cpu", quiet=True)
-    weights = [entp.load(tmp_path / name, "last").state_dict() for name in ("whole", "plain")]
-    assert not all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    parts = train_and_resume(later_run(2, **techniques), tmp_path / "parts")
+    for targets in (2, None):
+        out = tmp_path / str(targets)
+        entp.train(later_run(targets, **techniques), out, device="cpu", quiet=True)
+        whole = entp.load(out, "last").state_dict()
+        same = all(torch.equal(whole[name], parts[name]) for name in whole)
+        assert same == (targets == 2)
 
 
 @pytest.mark.usefixtures("added")
@@ -231,7 +229,7 @@ def test_added_technique_keeping_all_targets_changes_nothing() -> None:
 
 
 def test_measured_model_is_a_techniques_own_or_the_trained_one() -> None:
-    state = new_stepper(tiny_run(**CONFIGS)).state
+    state = new_stepper(short_run(**CONFIGS)).state
     assert state.measured is state.techniques[-1].measured()
-    plain = new_stepper(tiny_run(importance=CONFIGS["importance"])).state
+    plain = new_stepper(short_run(importance=CONFIGS["importance"])).state
     assert plain.measured is plain.model

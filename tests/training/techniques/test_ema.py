@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from small_runs import new_stepper, small_run
+from tiny_runs import tiny_run
 
 import entp
 from entp.config import EmaConfig, Run
@@ -19,7 +20,7 @@ from entp.training.loggers import read_metrics
 
 
 def ema_run(**changes: Any) -> Run:
-    return small_run(ema=EmaConfig(4), **changes)
+    return tiny_run(ema=EmaConfig(4), **changes)
 
 
 def test_average_follows_the_weights_after_each_step() -> None:
@@ -40,7 +41,7 @@ def test_average_follows_the_weights_after_each_step() -> None:
 
 
 def test_average_of_one_step_is_the_weights() -> None:
-    run = small_run(ema=EmaConfig(1))
+    run = tiny_run(ema=EmaConfig(1))
     stepper = new_stepper(run)
     stepper(run.task.batch(0, "train", 0, run.batch_size))
     measured, model = stepper.state.measured, stepper.state.model
@@ -50,7 +51,7 @@ def test_average_of_one_step_is_the_weights() -> None:
 
 
 def test_training_is_the_same_and_the_average_is_measured_and_kept(tmp_path: Path) -> None:
-    plain = entp.train(small_run(), tmp_path / "plain", device="cpu", quiet=True)
+    plain = entp.train(tiny_run(), tmp_path / "plain", device="cpu", quiet=True)
     run = ema_run()
     result = entp.train(run, tmp_path / "ema", device="cpu", quiet=True)
     losses = [
@@ -85,10 +86,10 @@ def test_stopped_run_continues_bit_for_bit(tmp_path: Path) -> None:
 def test_fork_continues_the_average_or_begins_one(tmp_path: Path) -> None:
     """Another number of steps continues it as well; without one it begins with the weights."""
     entp.train(ema_run(steps=5), tmp_path / "ema", device="cpu", quiet=True)
-    entp.train(small_run(steps=5), tmp_path / "plain", device="cpu", quiet=True)
+    entp.train(tiny_run(steps=5), tmp_path / "plain", device="cpu", quiet=True)
     found = {}
     for source in ("ema", "plain"):
-        run = small_run(steps=6, ema=EmaConfig(2))
+        run = tiny_run(steps=6, ema=EmaConfig(2))
         out = tmp_path / f"fork of {source}"
         entp.train(run, out, device="cpu", quiet=True, fork=tmp_path / source)
         found[source] = entp.load(out, "best").state_dict()["tokens.weight"]
@@ -106,7 +107,7 @@ def test_fork_continues_the_average_or_begins_one(tmp_path: Path) -> None:
 def test_captured_steps_average_as_eager_ones_do() -> None:
     found = []
     for graph in (True, False):
-        run = ema_run(train={"precision": "fp32", "cuda_graph": graph})
+        run = small_run(ema=EmaConfig(4), train={"precision": "fp32", "cuda_graph": graph})
         stepper = new_stepper(run, "cuda")
         for number in range(9):
             stepper(run.task.batch(0, "train", number, run.batch_size))

@@ -7,6 +7,7 @@ import ast
 import pydoc
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -82,6 +83,7 @@ def imports_of(source: str, name: str, is_package: bool, inside: bool = False) -
     return found
 
 
+@cache
 def module_imports(name: str, inside: bool = False) -> set[str]:
     path = MODULES[name]
     return imports_of(path.read_text(encoding="utf-8"), name, path.name == "__init__.py", inside)

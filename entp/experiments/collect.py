@@ -20,7 +20,15 @@ from entp.errors import InputError
 from entp.experiments.recipe import ArmRun
 from entp.files import parse_json, write_file
 from entp.results.environment import read_environment
-from entp.results.schema import Environment, Point, Record, RunRecord, RunTest, parse
+from entp.results.schema import (
+    Environment,
+    Point,
+    Record,
+    RunRecord,
+    RunTest,
+    measured,
+    parse,
+)
 from entp.results.store import better_run, compact_json
 from entp.results.upgrade import upgrade_test
 from entp.training.loggers import read_metrics
@@ -113,10 +121,11 @@ def _renewed(run: RunRecord, config: Run) -> RunRecord:
     return run.model_copy(update={"config_hash": config_hash(config), "caveats": caveats})
 
 
-def add_metrics(blank: Record, kept: Record) -> Record:
-    """The record with metrics that only kept runs have measured as well."""
+def add_metrics(blank: Record, record: Record, kept: Kept) -> Record:
+    """The blank record with metrics that only the kept runs of another have measured as well."""
     known = {metric.name for metric in blank.metrics}
-    more = [metric for metric in kept.metrics if metric.name not in known]
+    needed = set().union(*(measured(run) for run in kept.values())) - known
+    more = [metric for metric in record.metrics if metric.name in needed]
     return blank.model_copy(update={"metrics": [*blank.metrics, *more]})
 
 

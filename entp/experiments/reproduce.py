@@ -97,7 +97,7 @@ def reproduce(
     arms = [arm for arm in recipe.runs(only, seed) if study.is_to_do(arm, kept)]
     resources = Resources(study.root, device, max(1, min(jobs, len(arms))), max_minutes)
     stopped, found, failed = None, study.write(), {}
-    for ending in _run_all(arms, resources, jobs):
+    for ending in _run_all(arms, resources):
         found = study.write()  # what is done is not lost with what is not
         stopped = ending.stopped_by
         if ending.error is not None and not stopped:
@@ -192,10 +192,10 @@ class Study:
         """Collect what there is and write it. Another process may have added to the record since it
         was read."""
         with lock_folder(self.root if self.record is None else self.record.parent):
-            blank = self.blank
+            kept, blank = self.read_kept(), self.blank
             if self.record is not None and self.record.exists():
-                blank = add_metrics(blank, self._read(self.record))
-            found = collect(blank, self.arms, self.root, self.read_kept())
+                blank = add_metrics(blank, self._read(self.record), kept)
+            found = collect(blank, self.arms, self.root, kept)
             for path in self.places:
                 found = write_record(path, found)
         return found
@@ -221,9 +221,9 @@ def _raise_failed(failed: dict[str, Exception], arms: int, results: Path) -> Non
     )
 
 
-def _run_all(arms: list[ArmRun], resources: Resources, jobs: int) -> Iterator[Ending]:
+def _run_all(arms: list[ArmRun], resources: Resources) -> Iterator[Ending]:
     """How each arm ended, as they do. A GPU that fails ends them all."""
-    each = _one_by_one if jobs == 1 else _at_once
+    each = _one_by_one if resources.concurrent == 1 else _at_once
     for ending in each(arms, resources):
         if isinstance(ending.error, DeviceFailed):
             raise ending.error

@@ -31,6 +31,8 @@ from entp.tasks.metrics import Metric, Totals
 
 VERSION = 2
 """Of files of results. The first had no number."""
+AXES = ("steps", "seconds", "sequences")
+"""What curves are drawn against."""
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -98,6 +100,10 @@ class Figure:
     """A factor with a panel for each of its values; x is then a slice, if both have one name."""
     where: Selector = dataclasses.field(default_factory=dict)
     """Only these arms."""
+
+    def __post_init__(self) -> None:
+        if self.kind == "curves" and self.x not in ("", *AXES):
+            raise ValueError(f"x of curves is {self.x!r}: it must be one of {', '.join(AXES)}")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -260,6 +266,13 @@ class AuthorsCurve(Part):
     sequences: list[int]
     values: dict[str, list[float]]
 
+    @model_validator(mode="after")
+    def _as_many(self) -> AuthorsCurve:
+        counts = {len(self.steps), len(self.sequences), *map(len, self.values.values())}
+        if len(counts) > 1:
+            raise ValueError("steps, sequences and values are not as many")
+        return self
+
 
 class CheckResult(Part):
     says: str
@@ -297,21 +310,29 @@ class Record(Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> Record:
-        """Runs measure what the record says, and no seed is there twice."""
+        """Runs, table, figures and checks are about metrics of the record; no seed is there
+        twice."""
         known = {metric.name for metric in self.metrics}
+        named = [name for figure in self.figures for name in figure.y]
+        named += [*(self.table.cells if self.table else ()), *(c.metric for c in self.checks)]
+        for curve in self.authors_curves.values():
+            named += list(curve.values)
+        strangers = [name for name in named if name not in known]
+        if strangers:
+            raise ValueError(f"it is about {strangers[0]!r}, which is not in metrics")
         for label, arm in self.arms.items():
             seeds = [run.seed for run in arm.runs]
             if len(set(seeds)) < len(seeds):
                 raise ValueError(f"arms.{label} has two runs of one seed")
             for number, run in enumerate(arm.runs):
-                unknown = sorted(_measured(run) - known)
+                unknown = sorted(measured(run) - known)
                 if unknown:
                     where = f"arms.{label}.runs.{number}"
                     raise ValueError(f"{where} measures {unknown[0]!r}, which is not in metrics")
         return self
 
 
-def _measured(run: RunRecord) -> set[str]:
+def measured(run: RunRecord) -> set[str]:
     """Names of all metrics of a run."""
     found = set(run.best).union(*(point.values for point in run.curve))
     if run.test is None:

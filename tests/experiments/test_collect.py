@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_records import small_recipe
+from small_records import run_record, small_recipe
 from small_runs import small_run
 
 from entp.config.json import run_to_json
@@ -219,8 +219,9 @@ def test_caveats_are_those_of_today(tmp_path: Path) -> None:
 def test_metrics_of_kept_runs_are_not_lost() -> None:
     blank = small_recipe().record()
     more = blank.model_copy(update={"metrics": [*blank.metrics, MetricSpec("bleu")]})
-    assert [m.name for m in add_metrics(blank, more).metrics][-1] == "bleu"
-    assert add_metrics(blank, blank).metrics == blank.metrics
+    kept = {"a": run_record(best={"bleu": 3.0})}
+    assert [m.name for m in add_metrics(blank, more, kept).metrics][-1] == "bleu"
+    assert add_metrics(blank, more, {"a": run_record()}).metrics == blank.metrics
 
 
 def test_arm_label_in_a_folder_name_is_plain(tmp_path: Path) -> None:

@@ -148,7 +148,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "cells": ({"table": Table(rows="mode", cells="loos")}, "unknown metric in table 'loos'"),
     "lines": ({"figure": Figure("curves", lines="size")}, "unknown factor in figure 'size'"),
     "y": ({"figure": [Figure("bars", y="bleu")]}, "unknown metric in figure 'bleu'"),
-    "x": ({"figure": Figure("curves", x="minutes")}, "unknown x of a figure of curves 'minutes'"),
     "slice": ({"figure": Figure("slices", x="digits")}, "unknown x of a figure of slices"),
     "check": (
         {"checks": [Check("it", {"mode": "RNN"}, "loss", "above", 1.0)]},
@@ -159,8 +158,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "unknown metric in a check 'bleu'",
     ),
     "curve": (
-        {"authors_curves": {"x": AuthorsCurve(**CURVE, values={"loss": [1.0, 2.0]})}},
-        "has 2 values of loss, and 1 steps",
+        {"authors_curves": {"x": AuthorsCurve(**CURVE, values={"bleu": [1.0]})}},
+        "unknown metric in authors_curves of 'x' 'bleu'",
     ),
 }
 

@@ -12,12 +12,12 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
 import pytest
 from small_records import small_recipe
-from small_runs import start_entp
 
 from entp.config import OptimConfig
 from entp.errors import DeviceFailed, InputError, TrainingStopped
@@ -375,55 +375,51 @@ def test_what_is_done_is_recorded_before_the_next_begins(
     assert found[0].test is not None
 
 
+def when_two_train(root: Path) -> None:
+    """Send SIGTERM to this process alone, as a batch system does, when two runs have evaluated and
+    one is tested."""
+    limit = time.monotonic() + 120
+    while time.monotonic() < limit:
+        begun = [path for path in root.glob("*/metrics.jsonl") if '"eval"' in path.read_text()]
+        if len(begun) == 3 and list(root.glob("*/test.json")):
+            break
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 @pytest.mark.slow
-def test_runs_in_parallel_are_the_runs_one_by_one(
+def test_runs_in_parallel_are_those_one_by_one_and_a_signal_saves_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """One run ends, two are stopped: they save, results are written, and nobody is left behind."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as here: threads change the order of sums
-    recipe = replace(small_recipe(generated_sequences=0), arms=small_recipe().arms[:1])
-    one = run_once(recipe, tmp_path / "one").arms[ENTP].runs
-    two = run_once(recipe, tmp_path / "two", jobs=4).arms[ENTP].runs
+    short = Arm(small_recipe().arms[0].run, mode=ENTP)
+    long = Arm(decoder_only(steps=10**6).arms[0].run, (0, 1), mode=DECODER)
+    recipe = replace(decoder_only(), arms=[short, long])
+    one = run_once(recipe, tmp_path / "one", only=[ENTP]).arms[ENTP].runs[0]
+    watcher = threading.Thread(target=when_two_train, args=(tmp_path / "two" / "small",))
+    watcher.start()
+    found = run_once(recipe, tmp_path / "two", jobs=2)
+    watcher.join()
     told = capfd.readouterr().err
-    assert "2 runs, 2 at a time\n" in told
-    assert re.search(r"\[2/2\] ENTP, seed \d: done\n", told)
-    for first, second in zip(one, two, strict=True):
-        assert first.test is not None
-        assert second.test is not None
-        assert (first.test.concurrent_runs, second.test.concurrent_runs) == (1, 2)
-        assert first.test.totals == second.test.totals
-        assert [p.values for p in first.curve] == [p.values for p in second.curve]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not Path("/proc/self/task").exists(), reason="needs Linux's list of child processes"
-)
-def test_signal_to_the_parent_stops_what_is_trained_in_parallel(tmp_path: Path) -> None:
-    """As a batch system sends it: its processes save what they have, results are written, and
-    nobody is left behind."""
-    words = ("reproduce", "count3", "--tiny", "--device=cpu", "--jobs=2", "--out=runs")
-    parent = start_entp(*words, cwd=tmp_path)
-    while not any(
-        '"eval"' in path.read_text() for path in tmp_path.glob("runs/count3-tiny/*/metrics.jsonl")
-    ):
-        assert parent.poll() is None
-        time.sleep(0.02)
-    listed = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text()
-    children = [int(word) for word in listed.split()]
-    assert len(children) >= 2
-    parent.send_signal(signal.SIGTERM)
-    parent.communicate(timeout=120)
-    assert parent.returncode == 143
-    record = read_record(tmp_path / "runs/count3-tiny/results.json")
-    found = {run.config_hash: run for arm in record.arms.values() for run in arm.runs}
-    assert found
-    for key, run in found.items():  # what was saved after the first had stopped, too
-        rows = read_metrics(next(tmp_path.glob(f"runs/count3-tiny/*{key}")))
+    assert "3 runs, 2 at a time\n" in told
+    assert re.search(r"\[1/3\] ENTP, seed 0: done, about \d+ s left\n", told)
+    assert re.search(r"\[2/3\] decoder, seed \d: stopped\n", told)
+    assert found.stopped_by == signal.SIGTERM
+    assert active_children() == []
+    two = found.arms[ENTP].runs[0]
+    assert one.test is not None
+    assert two.test is not None
+    assert (one.test.concurrent_runs, two.test.concurrent_runs) == (1, 2)
+    assert one.test.totals == two.test.totals
+    assert [point.values for point in one.curve] == [point.values for point in two.curve]
+    stopped = found.arms[DECODER].runs
+    assert [run.seed for run in stopped] == [0, 1]
+    for run in stopped:  # what was saved after the first had stopped, too
+        (folder,) = (tmp_path / "two" / "small").glob(f"*{run.config_hash}")
+        rows = read_metrics(folder)
         assert run.steps == max(row["step"] for row in rows if row["kind"] == "train")
-    limit = time.monotonic() + 120
-    while any(Path(f"/proc/{child}").exists() for child in children):
-        assert time.monotonic() < limit
-        time.sleep(0.1)
+        assert list(folder.glob(f"checkpoints/step-{run.steps:08d}"))
 
 
 @pytest.mark.parametrize(

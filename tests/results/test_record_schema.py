@@ -8,11 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_records import arm_record, make_record, run_record
+from small_records import arm_record, make_record
 
 from entp.errors import InputError
 from entp.results.environment import read_environment
-from entp.results.schema import Check, Figure, PaperValue, Record, Table, parse
+from entp.results.schema import (
+    AuthorsCurve,
+    Check,
+    Figure,
+    PaperValue,
+    Record,
+    Table,
+    parse,
+)
 from entp.results.store import read_record, write_record
 
 
@@ -24,6 +32,7 @@ def full_record() -> Record:
         table=Table(rows="mode", cells="exact_match"),
         figures=[Figure("slices", x="length", y="token_accuracy", lines="mode")],
         checks=[Check("ENTP learns", {"mode": ["ENTP"]}, "exact_match", "at least", 0.5)],
+        authors_curves={"ENTP": AuthorsCurve(steps=[1], sequences=[64], values={"loss": [1.0]})},
         not_run={"BERT": "needs weights"},
     )
 
@@ -82,6 +91,14 @@ DAMAGE: dict[str, tuple[Callable[[Any], None], str]] = {
     ),
     "a seed twice": (put_in(0, "arms", "ENTP", "runs", 1, "seed"), "two runs of one seed"),
     "a figure of no kind": (put_in("pie", "figures", 0, "kind"), "figures.0.kind is 'pie'"),
+    "a figure of another metric": (
+        put_in(["bleu"], "figures", 0, "y"),
+        "it is about 'bleu', which is not in metrics",
+    ),
+    "a curve of two lengths": (
+        put_in({"steps": [1], "sequences": [1], "values": {"loss": []}}, "authors_curves", "x"),
+        "steps, sequences and values are not as many",
+    ),
     "a newer version": (put_in(99, "schema_version"), "schema_version is 99, here it is 2"),
 }
 
@@ -130,4 +147,8 @@ def test_environment_of_a_run_folder_has_a_schema(tmp_path: Path) -> None:
 
 def test_one_name_is_a_tuple_of_one() -> None:
     assert Table(rows="mode") == Table(rows=("mode",))
-    assert run_record().done
+
+
+def test_curves_are_against_steps_seconds_or_sequences() -> None:
+    with pytest.raises(ValueError, match="x of curves is 'minutes'"):
+        Figure("curves", x="minutes")

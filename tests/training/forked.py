@@ -37,9 +37,12 @@ class Child:
         os.kill(self.process.pid, number)
 
     def wait(self) -> tuple[int, str]:
-        """Its exit code, negative for a signal, and what it wrote."""
+        """Its exit code, negative for a signal, and what it wrote; it is killed after a while."""
         self.process.join(timeout=120)
-        assert self.process.exitcode is not None, self.log.read_text()
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        assert self.process.exitcode is not None
         return self.process.exitcode, self.log.read_text()
 
     def wait_for_step(self, out: Path, step: int) -> None:

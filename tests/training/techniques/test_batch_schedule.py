@@ -96,12 +96,12 @@ def test_step_after_the_last_is_never(step: int) -> None:
     assert {len(batch.x) for batch in batches_of(run, 0)} == {8}
 
 
-@pytest.mark.parametrize("stops", [(5,), (6,), (3, 7)])
-def test_stopped_run_continues_bit_for_bit(tmp_path: Path, stops: tuple[int, ...]) -> None:
+def test_stopped_run_continues_bit_for_bit(tmp_path: Path) -> None:
+    """Stopped before, at and after the change."""
     entp.train(late_run(), tmp_path / "whole", device="cpu", quiet=True)
-    for n, steps in enumerate((*stops, 10)):
+    for steps in (3, 6, 7, 10):
         again = late_run(steps=steps)
-        entp.train(again, tmp_path / "parts", device="cpu", quiet=True, resume=n > 0)
+        entp.train(again, tmp_path / "parts", device="cpu", quiet=True, resume=steps > 3)
     a, b = (entp.load(tmp_path / name, "last").state_dict() for name in ("whole", "parts"))
     assert all(torch.equal(a[name], b[name]) for name in a)
 

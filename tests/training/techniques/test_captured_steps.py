@@ -22,7 +22,7 @@ from entp.training.techniques import importance_sampling
 ALL: dict[str, Any] = {
     "ema": EmaConfig(3),
     "importance": ImportanceConfig(12, "decoder"),
-    "batch_schedule": BatchScheduleConfig(18, 4),
+    "batch_schedule": BatchScheduleConfig(14, 4),
     "curriculum": CurriculumConfig(9, "random-prefix"),
 }
 
@@ -70,23 +70,23 @@ def losses(run: Run, captured: bool) -> Iterator[tuple[float, int]]:
 
 
 @pytest.mark.usefixtures("graphs")
-@pytest.mark.parametrize("name", ["none", *ALL, "all"])
+@pytest.mark.parametrize("name", ["none", "importance", "curriculum", "all"])
 def test_captured_steps_are_the_eager_ones(name: str) -> None:
     """Captured after a few of the same shapes, and anew where mode, batch size or selection
     change."""
     techniques = {"none": {}, "all": ALL}.get(name) or {n: c for n, c in ALL.items() if n == name}
-    run = tiny_run(steps=26, train={"precision": "fp32"}, **techniques)
+    run = tiny_run(steps=24, train={"precision": "fp32"}, **techniques)
     eager = [loss for loss, _ in losses(run, captured=False)]
     found = [*losses(run, captured=True)]
     assert [loss for loss, _ in found] == eager
-    anew = {"curriculum": [9], "batch_schedule": [], "importance": [20], "all": [9, 18, 20]}
+    anew = {"curriculum": [9], "importance": [20], "all": [9, 14, 20]}
     waits = {step + n for step in [0, *anew.get(name, [])] for n in range(EAGER_STEPS)}
-    assert [bool(number) for _, number in found] == [step not in waits for step in range(26)]
+    assert [bool(number) for _, number in found] == [step not in waits for step in range(24)]
 
 
 @pytest.mark.usefixtures("graphs")
 def test_captured_step_of_another_batch_size_is_another_graph() -> None:
-    run = tiny_run(steps=26, batch_schedule=ALL["batch_schedule"])
+    run = tiny_run(steps=24, batch_schedule=ALL["batch_schedule"])
     assert [number for _, number in losses(run, captured=True)][-1] == 2
 
 

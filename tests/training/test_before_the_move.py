@@ -45,7 +45,7 @@ from entp.training.trainer import train
 FIXTURES = Path(__file__).parents[1] / "fixtures/before_the_move"
 TASK = Count3(prompt_length=4, length=10, num_values=10)
 MODEL = model_for(TASK, "small", layers=1, heads=2, width=8)
-EVERY = {"eval_every": 3, "checkpoint_every": 6, "log_every": 3}
+EVERY: dict[str, Any] = {"eval_every": 3, "checkpoint_every": 6, "log_every": 3}
 RUNS = {
     "run": Run(
         TASK,

@@ -1,0 +1,1 @@
+"""Generation in every mode: the loop, and what is kept between tokens."""

@@ -73,8 +73,7 @@ class Stepper:
         if any(a is not b for a, b in zip(version, self.version, strict=False)) or not self.version:
             self.version = version
             self._forget()  # the old graphs' memory goes back
-        mask = batch.target_mask
-        key = hashlib.blake2b(repr(batch.x.shape).encode() + mask.tobytes()).digest()
+        key = _key(batch)
         if key not in self.graphs:
             if len(self.seen) >= MOST_SEEN:
                 self.seen.clear()  # masks that differ from batch to batch: nothing to capture
@@ -162,6 +161,13 @@ class Stepper:
             result = self._update(how, self._inputs(how, batch), stop)
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         return result
+
+
+def _key(batch: Batch) -> bytes:
+    """What a graph is captured for: shapes, targets, and which arrays a batch has."""
+    extras = (batch.position_ids is not None, batch.loss_weights is not None)
+    shape = repr((batch.x.shape, batch.x.dtype.str, extras))
+    return hashlib.blake2b(shape.encode() + batch.target_mask.tobytes()).digest()
 
 
 class _Captured:

@@ -4,8 +4,10 @@ computes its step from the arrays that a graph would be given."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_runs import new_stepper
@@ -106,3 +108,25 @@ def test_captured_step_keeps_the_average_and_the_errors_it_began_with() -> None:
         assert all(a is b for a, b in zip(kept, now, strict=True))
     assert stepper.graphs
     assert torch.isfinite(kept[0]).all()
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("extra", ["position_ids", "loss_weights"])
+def test_batches_with_other_arrays_are_captured_for_themselves(extra: str) -> None:
+    """Every other batch has position ids, or weights of its targets: two graphs, right losses."""
+    run = tiny_run()
+    losses = []
+    for capture in (True, False):
+        stepper = new_stepper(run)
+        stepper.stream = object() if capture else None  # type: ignore[assignment]
+        found = []
+        for step in range(2 * EAGER_STEPS + 6):
+            batch = run.task.batch(run.seed, "train", step, run.batch_size)
+            if step % 2:
+                own = np.arange(batch.y.size).reshape(batch.y.shape) % batch.y.shape[1]
+                batch = replace(batch, **{extra: own[:, ::-1].copy()})
+            found.append(float(stepper(batch).loss))
+            stepper.state.step += 1
+        losses.append(found)
+        assert len(stepper.graphs) == (2 if capture else 0)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -114,7 +114,6 @@ def _differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> l
 
 
 def prepare_folder(run: Run, out: Path, device: torch.device, world: World) -> None:
-    (out / "checkpoints").mkdir(parents=True, exist_ok=True)
     checkpoint.remove_leftovers(out)
     _add_environment(out, environment(device, world.size))
     write_file(out / "config.json", json.dumps(run_to_json(run), indent=1).encode())

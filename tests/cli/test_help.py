@@ -103,7 +103,10 @@ def test_short_help_has_the_options_that_matter(
         assert option.help.partition(". ")[0].rstrip(".").split()[0] in text
 
 
-def test_short_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_help_shows_defaults(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     lines = shown("train count3 --help", capsys).splitlines()
     told = {line.split()[0]: line for line in lines if line.startswith("  --")}
     assert "(default: 0.0005)" in told["--optim.lr"]

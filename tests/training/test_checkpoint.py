@@ -7,6 +7,9 @@ import os
 import pickle
 import resource
 import shutil
+import stat
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from random_models import random_model
 from small_runs import small_run
 
 from entp.errors import InputError
-from entp.files import CHECKSUMS, write_file
+from entp.files import CHECKSUMS, verify_folder, write_file, write_folder
 from entp.training import checkpoint
 from entp.training.checkpoint import find, keep_best, load, newest, save_model
 from entp.training.trainer import train
@@ -177,6 +180,37 @@ def test_checkpoint_cannot_run_code(tmp_path: Path) -> None:
     assert not target.exists()
     torch.load(io.BytesIO((folder / "trainer.pt").read_bytes()), weights_only=False)
     assert target.exists()  # the bomb works: it was the safe reading that stopped it
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is flushed and renamed from now on, in order."""
+    found: list[str] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def flushed(handle: int) -> None:
+        found.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
+        fsync(handle)
+
+    def renamed(how: Callable[[Path, Path], None], before: Path, after: Path) -> None:
+        found.append(f"{Path(before).name} to {Path(after).name}")
+        how(before, after)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "rename", partial(renamed, rename))
+    monkeypatch.setattr(os, "replace", partial(renamed, replace))
+    return found
+
+
+def test_files_are_flushed_before_they_are_renamed(tmp_path: Path, writes: list[str]) -> None:
+    """And the folder after it, so that the new name survives a loss of power."""
+    write_file(tmp_path / "one", b"1")
+    assert writes == ["file", ".one.tmp to one", "folder"]
+    writes.clear()
+    write_folder(tmp_path / "two", {"a": b"1", "b": b"2"})
+    assert writes[-2:] == [".two.tmp to two", "folder"]
+    assert writes.count("file") == 3
+    verify_folder(tmp_path / "two", ("a", "b"))
 
 
 def test_write_file_keeps_the_old_content_when_the_disk_is_full(tmp_path: Path) -> None:

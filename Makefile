@@ -1,9 +1,9 @@
 # make demo, make quick, make test: each sets up what it needs in .venv and does not install again until the requirements change.
 PYTHON ?= python3
 VENV := .venv
-QUICK := tests/config tests/tasks tests/results tests/report tests/training/techniques tests/training/test_inputs.py \
-	tests/training/test_evaluate.py tests/model/test_transformer.py tests/engine/test_packed.py tests/engine/test_masks.py \
-	tests/cli/test_train_options.py tests/test_imports.py tests/test_stats.py
+QUICK := tests/config tests/tasks tests/results tests/training/test_inputs.py tests/training/test_evaluate.py \
+	tests/training/techniques/test_ema.py tests/training/techniques/test_curriculum.py tests/model/test_transformer.py \
+	tests/engine/test_masks.py tests/cli/test_train_options.py tests/test_imports.py tests/test_stats.py
 PIP_INSTALL := $(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test quick lint types pytest gpu-test clean

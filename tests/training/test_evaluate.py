@@ -117,11 +117,11 @@ class Partial(Count3):
 
 def test_generated_tokens_without_a_target_may_be_anything() -> None:
     run = small_run(task=Partial(4, 10, 10))
-    batches = list(split_batches(run.task, "test", 20, 8, 0))
+    batches = list(split_batches(run.task, "test", 8, 8, 0))
     zeros = sum(int((batch.y[:, 3:5] == 0).all(1).sum()) for batch in batches)
     assert zeros > sum(int((batch.x[:, 4:] == 0).all(1).sum()) for batch in batches)
     found = evaluate_generated(always_zero(run), run.task, batches, Forward.of(run))
-    assert found.value("exact_match") == zeros / 160
+    assert found.value("exact_match") == zeros / 64
 
 
 @pytest.mark.parametrize(

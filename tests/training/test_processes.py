@@ -61,20 +61,20 @@ def without_seconds(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 40 steps, trained here: what it imports, the forked processes have as well."""
+    """A run of 30 steps, trained here: what it imports, the forked processes have as well."""
     out = tmp_path_factory.mktemp("runs") / "whole"
-    assert main([*TRAIN, "--steps=40", f"--out={out}"]) == 0
+    assert main([*TRAIN, "--steps=30", f"--out={out}"]) == 0
     return out
 
 
 def test_run_killed_at_random_moments_equals_one_run(whole: Path, tmp_path: Path) -> None:
-    words = [*TRAIN, "--steps=40", "--train.checkpoint-every=3"]
+    words = [*TRAIN, "--steps=30", "--train.checkpoint-every=3"]
     rng = random.Random(0)
     kills = 0
     for attempt in range(3):
         resume = ["--resume"] if (tmp_path / "cut/config.json").exists() else []
         child = start_entp(*words, "--out=cut", *resume, cwd=tmp_path)
-        child.wait_for_step(tmp_path / "cut", 10 * attempt + rng.randint(1, 9))
+        child.wait_for_step(tmp_path / "cut", 8 * attempt + rng.randint(1, 7))
         time.sleep(rng.random() * 0.05)
         child.kill(signal.SIGKILL)
         kills += child.wait()[0] == -signal.SIGKILL
@@ -154,7 +154,7 @@ def test_full_disk_keeps_the_last_good_checkpoint(whole: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("mode", ["entp", "decoder"])
 def test_two_processes_give_the_losses_of_one(tmp_path: Path, mode: str) -> None:
-    words = [*TRAIN, f"--mode={mode}", "--steps=10"]
+    words = [*TRAIN, f"--mode={mode}", "--steps=6"]
     assert main([*words, f"--out={tmp_path / 'one'}"]) == 0
     ends = together(lambda: main([*words, "--out=two"]), tmp_path)
     assert [code for code, _ in ends] == [0, 0], ends
@@ -163,7 +163,7 @@ def test_two_processes_give_the_losses_of_one(tmp_path: Path, mode: str) -> None
     for a, b in zip(one, both, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
     assert json.loads((tmp_path / "two/environment.json").read_text())["processes"] == 2
-    for line in ("all steps done", f"count3 {mode}: step 10/10"):  # one process speaks
+    for line in ("all steps done", f"count3 {mode}: step 6/6"):  # one process speaks
         assert sum(said.count(line) for _, said in ends) == 1
 
 

@@ -129,6 +129,9 @@ def test_keep_best_removes_all_others_and_tells_whether_it_is_whole(copied: Path
     assert not keep_best(copied, number)
     assert not keep_best(copied, 3)
     assert {p.name for p in folder.glob("best-*")} == {"best-mine"}
+    shutil.copytree(folder / "best-mine", folder / "best-00000003")
+    assert not keep_best(copied, None)  # nothing was measured yet: it is of another trajectory
+    assert {p.name for p in folder.glob("best-*")} == {"best-mine"}
     assert len(list(folder.glob("step-*"))) == 2
 
 

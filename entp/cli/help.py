@@ -11,6 +11,8 @@ from entp.cli.derive import Option, about
 WIDEST = 120
 COLUMN = 40
 """Characters for an option and its value; longer ones push their help to the right."""
+MOST_OF_PART = 6
+"""Options of a part that the short help shows."""
 
 
 def command_list(commands: Mapping[str, str]) -> str:
@@ -39,9 +41,9 @@ def part_list(command: str, parts: Mapping[str, type], default: str) -> str:
 def short_help(
     program: str, text: str, options: Mapping[str, Option], chosen: Collection[str]
 ) -> str:
-    """Help about the chosen options, a line or two each; a name that ends in a dot stands for all
-    options of that part."""
-    shown = [option for name, option in options.items() if _is_chosen(name, chosen)]
+    """Help about the chosen options, a line or two each; a name that ends in a dot stands for the
+    first options of that part."""
+    shown = [options[name] for name in _chosen(options, chosen)]
     usage = f"usage: {program} [OPTIONS]"
     rest = [
         f"All {len(options)} options: {program} --help-all",
@@ -54,9 +56,15 @@ def first_sentence(text: str) -> str:
     return text.partition(". ")[0].rstrip(".") + "."
 
 
-def _is_chosen(name: str, chosen: Collection[str]) -> bool:
-    parts = tuple(f"--{part}" for part in chosen if part.endswith("."))
-    return name.removeprefix("--") in chosen or name.startswith(parts)
+def _chosen(names: Collection[str], chosen: Collection[str]) -> list[str]:
+    """The names to show, in their order."""
+    parts = [part for part in chosen if part.endswith(".")]
+    first = {
+        name
+        for part in parts
+        for name in [name for name in names if name.startswith(f"--{part}")][:MOST_OF_PART]
+    }
+    return [name for name in names if name.removeprefix("--") in chosen or name in first]
 
 
 def _entry(option: Option) -> str:

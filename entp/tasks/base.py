@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
@@ -30,7 +30,8 @@ from entp.tasks.metrics import (
 
 IGNORE = -100
 SPLITS = {"train": 0, "valid": 1, "test": 2}
-Split = Literal["train", "valid", "test"]
+Split = str
+"""train, valid, test, or one of the task's `more_splits`."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,16 @@ class Task:
     loss: ClassVar[Literal["cross_entropy", "squared_error"]] = "cross_entropy"
 
     @property
+    def more_splits(self) -> tuple[str, ...]:
+        """Splits besides train, valid and test that `batch` can draw from."""
+        return ()
+
+    def for_seed(self, seed: int) -> Self:
+        """The task of a run of this seed, where an experiment's seeds are to differ in more than
+        the draws."""
+        return self
+
+    @property
     def metrics(self) -> tuple[Metric, ...]:
         """What evaluation measures; the first decides the best checkpoint, the last ties."""
         if self.loss == "squared_error":
@@ -185,14 +196,15 @@ class Task:
 
     def rng(self, seed: int, split: Split, step: int) -> np.random.Generator:
         """Random numbers that belong to this (seed, split, step) alone."""
-        if split not in SPLITS:
-            raise one_of("split", split, SPLITS)
+        splits = [*SPLITS, *self.more_splits]
+        if split not in splits:
+            raise one_of("split", split, splits)
         if not 0 <= seed < 2**32:
             raise InputError(
                 f"seed {seed} is outside 0 to 2^32 - 1, where no two streams of data can meet."
             )
         return np.random.Generator(
-            np.random.Philox(np.random.SeedSequence((seed, SPLITS[split], step)))
+            np.random.Philox(np.random.SeedSequence((seed, splits.index(split), step)))
         )
 
     def to_text(self, tokens: list[int]) -> str:

@@ -8,20 +8,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entp.errors import InputError
-from entp.tasks.addition import (
-    ALPHABET,
-    Addition,
-    _split_pairs,
-    count_carries,
-    count_digits,
+from entp.tasks.addition import ALPHABET, Addition
+from entp.tasks.addition_data import (
+    Pairs,
+    all_pairs,
+    from_integers,
+    in_proportion,
+    length_pairs,
+    paper_pairs,
+    stratified,
 )
-from entp.tasks.base import IGNORE, SPLITS
+from entp.tasks.base import IGNORE, SPLITS, Batch
 from entp.tasks.metrics import Predicted, Totals
 
 
 def lines_of(task: Addition, split: str, size: int = 64, step: int = 0) -> list[str]:
     """The lines of a batch, put together again from inputs and targets."""
-    batch = task.batch(0, split, step, size)  # type: ignore[arg-type]
+    return text_of(task, task.batch(0, split, step, size))
+
+
+def text_of(task: Addition, batch: Batch) -> list[str]:
     assert batch.lengths is not None
     return [
         task.to_text([*row[:n].tolist(), int(y[n - 1])])
@@ -62,7 +68,7 @@ def test_splits_never_meet() -> None:
     assert not seen["train"] & seen["test"]
     assert not seen["valid"] & seen["test"]
     assert len(seen["train"]) <= 30
-    assert sum(map(len, _split_pairs(1, 30, 0).values())) == 100  # and every sum is in one
+    assert sum(map(len, all_pairs(1, 30, 0).values())) == 100  # and every sum is in one
 
 
 def test_split_depends_on_its_own_seed() -> None:
@@ -103,6 +109,8 @@ def test_prompt_ends_with_the_equals_sign() -> None:
     [
         ("digits", 0),
         ("digits", 4),
+        ("window", 1),
+        ("max_offset", 0),
         ("train_examples", 0),
         ("train_examples", 9999),
         ("split_seed", -1),
@@ -118,33 +126,256 @@ def test_text_refuses_other_characters() -> None:
         Addition().from_text("$1x2=")
 
 
-def test_digits_and_carries_by_definition() -> None:
-    """By strings and by adding digit by digit, for all pairs below 120."""
+def numbers(pairs: Pairs) -> list[tuple[int, int]]:
+    """The pairs as whole numbers."""
+    sides = [["".join(map(str, row))[::-1] for row in side.tolist()] for side in (pairs.a, pairs.b)]
+    return [(int(a), int(b)) for a, b in zip(*sides, strict=True)]
+
+
+def carries_of(a: int, b: int) -> int:
+    """How often 1 is carried, by adding digit by digit."""
+    carry = found = 0
+    while a or b:
+        carry = (a % 10 + b % 10 + carry) // 10
+        found += carry
+        a, b = a // 10, b // 10
+    return found
+
+
+def test_digits_carries_and_sums_by_definition() -> None:
     a, b = (part.ravel() for part in np.meshgrid(np.arange(120), np.arange(120)))
-    carries = []
-    for one, other in zip(a.tolist(), b.tolist(), strict=True):
-        carry = found = 0
-        while one or other:
-            carry = (one % 10 + other % 10 + carry) // 10
-            found += carry
-            one, other = one // 10, other // 10
-        carries.append(found)
-    assert count_carries(a, b).tolist() == carries
-    assert count_digits(a).tolist() == [len(str(number)) for number in a]
+    pairs = from_integers(a, b, 3)
+    both = list(zip(a.tolist(), b.tolist(), strict=True))
+    assert numbers(pairs) == both
+    assert pairs.carries.tolist() == [carries_of(*pair) for pair in both]
+    assert pairs.digits.tolist() == [len(str(max(pair))) for pair in both]
+    totals = ["".join(map(str, row))[::-1] for row in pairs.total.tolist()]
+    assert list(map(int, totals)) == (a + b).tolist()
 
 
 def test_exact_match_by_digits_and_carries() -> None:
     """Answers right only where nothing is carried: 1 in that slice, 0 in the others."""
     task = Addition(digits=2, train_examples=100)
     batch = task.batch(0, "test", 0, 200)
-    a, b = task.operands(batch)
-    right = count_carries(a, b)[batch.row] == 0
+    terms = [line.strip("$").split("=")[0].split("+") for line in text_of(task, batch)]
+    pairs = [(int(a), int(b)) for a, b in terms]
+    right = np.array([carries_of(*pair) == 0 for pair in pairs])[batch.row]
     got = Predicted(np.where(right, batch.targets, 0), None)
     totals = Totals.of(task.metrics, batch, task.measure(batch, got))
-    by_carries = totals.sliced("exact_match", "carries")
-    assert by_carries == {"0": 1.0, "1": 0.0, "2": 0.0}
+    assert totals.sliced("exact_match", "carries") == {"0": 1.0, "1": 0.0, "2": 0.0}
     digits = totals.slices["exact_match"]["digits"]
-    longest = np.maximum(count_digits(a), count_digits(b))
-    values, counts = np.unique(longest, return_counts=True)
+    values, counts = np.unique([len(str(max(pair))) for pair in pairs], return_counts=True)
     expected = {str(d): int(n) for d, n in zip(values, counts, strict=True)}
     assert {key: sums.n for key, sums in digits.items()} == expected
+
+
+def test_exact_match_by_whether_the_swapped_sum_was_trained_on() -> None:
+    task = Addition(digits=1, train_examples=50)
+    trained = set(numbers(all_pairs(1, 50, 0)["train"]))
+    batch = task.batch(0, "test", 0, 25)
+    terms = [line.strip("$").split("=")[0].split("+") for line in text_of(task, batch)]
+    swapped = ["yes" if (int(b), int(a)) in trained else "no" for a, b in terms]
+    got = Predicted(batch.targets, None)
+    sums = Totals.of(task.metrics, batch, task.measure(batch, got)).slices["exact_match"]
+    found = {name: one.n for name, one in sums["swap in train"].items()}
+    assert found == {name: swapped.count(name) for name in ("no", "yes")}
+
+
+def test_paper_splits_are_the_authors() -> None:
+    """Their counts of test sums by digits and carries, all one-digit sums in train."""
+    splits = paper_pairs(3, 1_250, 0)
+    assert {name: len(pairs) for name, pairs in splits.items()} == {
+        "train": 1_250,
+        "valid": 10_000,
+        "test": 70_000,
+    }
+    test = splits["test"]
+    strata = test.digits * 10 + test.carries
+    found = dict(
+        zip(*(part.tolist() for part in np.unique(strata, return_counts=True)), strict=True)
+    )
+    two = {20: 1909, 21: 2864, 22: 1591}
+    assert found == two | {30: 10500, 31: 22779, 32: 21607, 33: 8750}
+    train = numbers(splits["train"])
+    assert {pair for pair in train if max(pair) < 10} == {
+        (a, b) for a in range(10) for b in range(10)
+    }
+    sets = [set(numbers(pairs)) for pairs in splits.values()]
+    assert sum(map(len, sets)) == 81_250 == len(set.union(*sets))  # none twice
+    again = numbers(paper_pairs(3, 1_250, 0)["train"])
+    other = numbers(paper_pairs(3, 1_250, 1)["train"])
+    assert train == again != other
+
+
+def test_strata_keep_their_proportions() -> None:
+    assert in_proportion(np.array([1, 1, 2]), 5).tolist() == [1, 1, 3]
+    rng = np.random.default_rng(0)
+    strata = np.repeat([7, 8, 9], [10, 30, 60])
+    parts = stratified(strata, [50, 50], rng)
+    for part in parts:
+        assert np.bincount(strata[part])[7:].tolist() == [5, 15, 30]
+    assert sorted(np.concatenate(parts).tolist()) == list(range(100))
+
+
+def test_windows_are_pieces_of_the_joined_lines() -> None:
+    task = Addition(digits=2, train_examples=300, layout="windows", window=20)
+    batch = task.batch(0, "train", 0, 50)
+    assert batch.lengths is None
+    assert (batch.y[:, :-1] == batch.x[:, 1:]).all()  # a target everywhere
+    trained = set(numbers(all_pairs(2, 300, 0)["train"]))
+    for row in batch.x:
+        whole = task.to_text(row.tolist()).split("\n")[1:-1]  # the ends may be cut
+        for line in whole:
+            terms, answer = line.strip("$").split("=")
+            a, b = map(int, terms.split("+"))
+            assert (a, b) in trained
+            assert int(answer[::-1]) == a + b
+
+
+def test_exact_match_of_windows_counts_lines_within_them() -> None:
+    task = Addition(digits=2, train_examples=300, layout="windows", window=30)
+    batch = task.batch(0, "valid", 0, 40)
+    right = Totals.of(task.metrics, batch, task.measure(batch, Predicted(batch.targets, None)))
+    assert right.value("exact_match") == 1.0
+    whole = 0
+    for x, y in zip(batch.x, batch.y, strict=True):
+        pieces = task.to_text([*x.tolist(), int(y[-1])]).split("\n")[1:]
+        whole += sum(len(p) > 1 and p.endswith("$") for p in pieces)
+    assert right.all["exact_match"].w == whole > 20
+    digits = batch.targets >= ALPHABET.index("0")
+    answers = np.where(digits & (batch.row == 0), 0, batch.targets)  # row 0 wrong
+    got = Totals.of(task.metrics, batch, task.measure(batch, Predicted(answers, None)))
+    first = task.to_text([*batch.x[0].tolist(), int(batch.y[0, -1])]).split("\n")[1:]
+    lost = sum(len(p) > 1 and p.endswith("$") for p in first)
+    assert got.all["exact_match"].v == whole - lost
+
+
+def test_windows_are_tested_line_by_line() -> None:
+    task = Addition(digits=2, train_examples=300, layout="windows", window=20)
+    held = set(numbers(all_pairs(2, 300, 0)["valid"]))
+    for line in lines_of(task, "valid_lines"):
+        a, b = map(int, line.strip("$").split("=")[0].split("+"))
+        assert (a, b) in held
+    assert all(line.startswith("$") and line.endswith("$") for line in lines_of(task, "test"))
+
+
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_every_held_out_sum_comes_once_before_any_comes_twice(split: str) -> None:
+    task = Addition(digits=1, train_examples=60)
+    drawn = [line for step in range(4) for line in lines_of(task, split, size=5, step=step)]
+    assert len(set(drawn)) == 20
+    assert set(lines_of(task, split, size=20, step=1)) == set(drawn)
+
+
+LENGTHS = Addition(digits=4, train_examples=2_000, sampling="lengths", test_digits=7)
+
+
+def test_lengths_are_uniform_and_no_sum_comes_twice() -> None:
+    splits = length_pairs(4, 2_000, 0, 7, grid=False)
+    train, test = splits["train"], splits["test"]
+    assert len(set(numbers(train))) == 2_000
+    for pairs in (train, splits["valid"]):
+        assert set(np.unique(pairs.a_digits)) == {1, 2, 3, 4}
+    long = np.bincount(train.a_digits)[3:]
+    assert abs(long / 2_000 - 0.27).max() < 0.05  # a quarter; few are of one digit by one
+    assert len(set(numbers(test))) == len(test)
+    assert (test.digits > 4).all()
+    shares = np.bincount(test.digits)[5:] / len(test)
+    first, others = 5 / 7 / 3, 1 / 7 / 3
+    expected = [first, first + others * 2, first + others * 4]  # one longer, the other any
+    assert np.abs(shares - expected).max() < 0.02
+    assert not set(numbers(train)) & set(numbers(splits["valid"]))
+
+
+def test_grid_has_every_pair_of_lengths_and_no_sum_of_training() -> None:
+    splits = length_pairs(4, 2_000, 0, 7, grid=True)
+    test = splits["test"]
+    cells = np.bincount(test.a_digits * 8 + test.b_digits, minlength=64).reshape(8, 8)[1:, 1:]
+    assert (cells.ravel()[1:] > 20).all()  # of one digit by one almost all are in training
+    assert not set(numbers(splits["train"])) & set(numbers(test))
+    task = Addition(**{**LENGTHS.__dict__, "test": "grid"})
+    batch = task.batch(0, "test", 0, 200)
+    totals = Totals.of(task.metrics, batch, task.measure(batch, Predicted(batch.targets, None)))
+    assert set(totals.slices["exact_match"]["operands"]) <= {
+        f"{a}x{b}" for a in range(1, 8) for b in range(1, 8)
+    }
+
+
+def test_long_lines_are_right_and_fit() -> None:
+    task = Addition(digits=20, train_examples=100, sampling="lengths", test_digits=25)
+    batch = task.batch(0, "test", 0, 64)
+    assert batch.x.shape[1] <= task.model_needs()["context_length"]
+    for line in text_of(task, batch):
+        terms, answer = line.strip("$").split("=")
+        assert int(answer[::-1]) == sum(map(int, terms.split("+")))
+
+
+def positioned(positions: str, operands: str) -> Addition:
+    return Addition(
+        digits=4,
+        train_examples=2_000,
+        sampling="lengths",
+        positions=positions,  # type: ignore[arg-type]
+        operands=operands,  # type: ignore[arg-type]
+        max_offset=9,
+    )
+
+
+@pytest.mark.parametrize(
+    ("positions", "operands", "line", "ids"),
+    [
+        ("abacus", "reversed", "$21+3=51$", "012010120"),
+        ("coupled", "padded", "$12+03=510$", "03213212340"),
+        ("coupled", "plain", "$12+3=51$", "032121230"),
+        ("coupled", "reversed", "$21+3=51$", "023121230"),
+    ],
+)
+def test_position_ids(positions: str, operands: str, line: str, ids: str) -> None:
+    """Abacus: from 1 in each number. Coupled: 1 for signs, 2 for units, 3 for tens in all three."""
+    task = positioned(positions, operands)
+    assert task.line(12, 3) == line
+    found = task.position_ids(np.array([task.from_text(line)]))
+    assert found is not None
+    assert "".join(map(str, found[0].tolist())) == ids
+
+
+@pytest.mark.parametrize(("positions", "operands"), [("abacus", "reversed"), ("coupled", "padded")])
+def test_offsets_are_random_in_training_only(positions: str, operands: str) -> None:
+    task = positioned(positions, operands)
+    train, test = task.batch(0, "train", 0, 64), task.batch(0, "test", 0, 64)
+    assert test.position_ids is not None
+    assert np.array_equal(test.position_ids, task.position_ids(test.x))
+    plain = task.position_ids(train.x)
+    assert plain is not None
+    assert train.position_ids is not None
+    moved = train.position_ids - plain
+    offsets = [set(row[ids > 0].tolist()) for row, ids in zip(moved, plain, strict=True)]
+    assert all(len(found) == 1 for found in offsets)  # one for a sequence
+    several = len(set.union(*offsets))
+    assert (several == 1) == (positions == "abacus")  # one for the batch
+    assert set.union(*offsets) <= set(range(9))
+    assert (moved[plain == 0] == 0).all()
+    largest = max(task.batch(0, "train", step, 64).position_ids.max() for step in range(20))  # type: ignore[union-attr]
+    assert largest < task.model_needs()["context_length"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"sampling": "paper", "digits": 1}, "task.digits is 1: allowed are 2 to 3"),
+        ({"sampling": "paper", "digits": 3, "train_examples": 99}, "allowed are 101 to"),
+        ({"sampling": "lengths", "digits": 2}, "at least 3"),
+        ({"sampling": "lengths", "digits": 5, "test_digits": 5}, "above task.digits 5"),
+        ({"test_digits": 5}, "test_digits is for sampling lengths"),
+        ({"layout": "windows", "positions": "abacus"}, "abacus is for layout lines"),
+        ({"positions": "coupled", "reversed": False}, "needs task.reversed"),
+        ({"layout": "words"}, "task.layout"),
+    ],
+)
+def test_addition_refuses_what_does_not_fit(fields: dict[str, object], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        Addition(**fields)  # type: ignore[arg-type]
+
+
+def test_each_seed_of_an_experiment_has_its_own_split() -> None:
+    assert Addition().for_seed(3) == Addition(split_seed=3)

@@ -162,11 +162,10 @@ class Sums:
 def _sums(sequence: np.ndarray, value: np.ndarray, weight: np.ndarray) -> Sums:
     """The sums of rows that belong to these sequences."""
     kept = weight != 0
-    if not kept.any():
-        return Sums()
-    _, number = np.unique(sequence[kept], return_inverse=True)
-    v = np.bincount(number, value[kept].astype(float))
-    w = np.bincount(number, weight[kept].astype(float))
+    mine = sequence[kept]
+    seen = np.bincount(mine) > 0
+    v = np.bincount(mine, value[kept].astype(float))[seen]
+    w = np.bincount(mine, weight[kept].astype(float))[seen]
     return Sums(len(v), *(float(x) for x in (v.sum(), w.sum(), v @ v, v @ w, w @ w)))
 
 
@@ -204,12 +203,13 @@ class Totals:
         both = Totals(self.metrics, dict(self.all), sequences=self.sequences + other.sequences)
         for name, sums in other.all.items():
             both.all[name] = both.all.get(name, Sums()) + sums
-        for totals in (self, other):
-            for metric, by in totals.slices.items():
-                for name, bins in by.items():
-                    mine = both.slices.setdefault(metric, {}).setdefault(name, {})
-                    for key, sums in bins.items():
-                        mine[key] = mine.get(key, Sums()) + sums
+        for metric, by in self.slices.items():
+            both.slices[metric] = {name: dict(bins) for name, bins in by.items()}
+        for metric, by in other.slices.items():
+            for name, bins in by.items():
+                mine = both.slices.setdefault(metric, {}).setdefault(name, {})
+                for key, sums in bins.items():
+                    mine[key] = mine[key] + sums if key in mine else sums
         return both
 
     def metric(self, name: str) -> Metric:
@@ -271,11 +271,28 @@ def _bins(
     keys: np.ndarray, rows: np.ndarray, value: np.ndarray, weight: np.ndarray
 ) -> dict[str, Sums]:
     """The sums of each bin that has a row which counts."""
-    found = {}
-    for key in np.unique(keys[weight != 0]):
-        mine = keys == key
-        found[str(key)] = _sums(rows[mine], value[mine], weight[mine])
-    return found
+    kept = weight != 0
+    names, number = _numbered(keys[kept])
+    if not len(names):
+        return {}
+    most = int(rows.max()) + 1
+    pairs, place = _numbered(number * most + rows[kept])  # each sequence in each bin
+    v = np.bincount(place, value[kept].astype(float))
+    w = np.bincount(place, weight[kept].astype(float))
+    bins = pairs // most
+    sums = [np.bincount(bins, x).tolist() for x in (v, w, v * v, v * w, w * w)]
+    found = zip(names, np.bincount(bins).tolist(), *sums, strict=True)
+    return {str(name): Sums(*numbers) for name, *numbers in found}
+
+
+def _numbered(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The different keys in order, and the number of each one; small whole numbers are not
+    sorted."""
+    small = keys.dtype.kind in "iu" and len(keys) and keys.min() >= 0
+    if not small or keys.max() > 4 * len(keys):
+        return np.unique(keys, return_inverse=True)
+    seen = np.bincount(keys) > 0
+    return np.flatnonzero(seen), (np.cumsum(seen) - 1)[keys]
 
 
 def _in_order(key: str) -> tuple[float, str]:

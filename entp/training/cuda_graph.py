@@ -2,14 +2,15 @@
 
 A graph replays captured kernels on fixed memory, so that the GPU never waits for Python: what
 bounds small models otherwise. A step is captured when the same shapes and the same targets have
-come a few times, and replayed whenever they come again.
+come a few times, and replayed whenever they come again. Padded batches are given one shape and the
+same targets (cover.py).
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from entp.config import OptimConfig
 from entp.engine.api import choose
 from entp.engine.support import Support, support_of
 from entp.tasks.base import Batch, Task
+from entp.training.cover import COVERED_MODES, Cover
 from entp.training.distributed import Stop, World
 from entp.training.forward import Forward
 from entp.training.gradients import Updated, gradients, update
@@ -24,7 +26,7 @@ from entp.training.inputs import Inputs, chunk_tables, make_inputs, step_arrays
 from entp.training.optimizers import renew_preconditioners, set_learning_rate
 from entp.training.plan import Plan
 from entp.training.state import State
-from entp.training.techniques.base import Coming
+from entp.training.techniques.base import Coming, Technique
 
 EAGER_STEPS = 3
 """Steps of the same shapes before they are captured: kernels are compiled in them, and optimizer
@@ -33,6 +35,13 @@ MOST_SEEN = 1000
 """Different shapes whose steps are counted."""
 MOST_GRAPHS = 4
 """Graphs kept for different shapes: each holds the memory of a step."""
+MOST_COVER = 8
+"""Rows that a padded batch may have in its cover, as a multiple of its own."""
+LOOK_AHEAD = 64
+"""Batches that covers are made for before the first step."""
+MOST_WAIT = 8
+"""Each time a cover outgrows its graphs, the next one waits for twice as many steps; so often at
+most."""
 NOBODY = Stop()
 STEPS_AHEAD = 4
 """Steps that may wait for the device at a time."""
@@ -54,12 +63,18 @@ class Stepper:
         """how: by mode, for every mode that the plan has."""
         self.state, self.plan, self.how, self.optim = state, plan, how, optim
         self.use_graphs, self.device, self.world = use_graphs, device, world
-        self.seen: Counter[bytes] = Counter()
-        self.graphs: dict[bytes, _Captured] = {}
+        self.seen: Counter[Key] = Counter()
+        self.graphs: dict[Key, _Captured] = {}
+        self.covers: dict[int, Cover] = {}
+        """For padded batches, by their size."""
+        self.outgrown: Counter[int] = Counter()
+        """How often graphs were dropped because a cover grew."""
         self.version: tuple[object, ...] = ()
         """What the graphs belong to: the mode, and the techniques' versions."""
         self.model: tuple[Support, list[tuple[int, bool]]] | None = None
         """The state of the model that they belong to, and where its weights are."""
+        self.by_kernels: dict[str, bool] = {}
+        """Whether the kernels run that model, by mode."""
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Batch, stop: Stop = NOBODY) -> Updated:
@@ -73,18 +88,23 @@ class Stepper:
         if any(a is not b for a, b in zip(version, self.version, strict=False)) or not self.version:
             self.version = version
             self._forget()  # the old graphs' memory goes back
-        key = _key(batch)
+        constant = batch if batch.lengths is None else self._covered(how, batch)
+        if constant is None:
+            return self._update(how, self._inputs(how, batch), stop)
+        key, wait = _key(constant, covered=constant is not batch), EAGER_STEPS
+        if constant is not batch:
+            wait <<= min(self.outgrown[len(batch.x)], MOST_WAIT)
         if key not in self.graphs:
             if len(self.seen) >= MOST_SEEN:
                 self.seen.clear()  # masks that differ from batch to batch: nothing to capture
             self.seen[key] += 1
-            if self.seen[key] <= EAGER_STEPS or len(self.graphs) >= MOST_GRAPHS:
-                return self._eager(how, batch, stop)
-            inputs = self._inputs(how, batch)
+            if self.seen[key] <= wait or len(self.graphs) >= MOST_GRAPHS:
+                return self._eager(how, constant, stop)
+            inputs = self._inputs(how, constant)
             layouts = self._layouts(how, inputs)
             inputs.tables.extend(chunk_tables(layouts, inputs["x"].device))  # cuda:0, not cuda
             self.graphs[key] = _Captured(self, how, inputs, self.stream)
-        loss, norm = self.graphs[key].replay(self._arrays(batch))
+        loss, norm = self.graphs[key].replay(self._arrays(constant))
         return Updated(loss, norm, stop)
 
     def prepare(self, batch: Batch) -> Forward:
@@ -102,9 +122,11 @@ class Stepper:
         """Have everything compiled and tuned that steps need on CUDA: their gradients, unused."""
         if self.stream is None:
             return
-        for step in {part[0] for part in self.plan.segments(self.state.step, steps)}:
+        self._forget_another_model()
+        for part in self.plan.segments(self.state.step, steps):
+            step = part[0]
             how = self.how[self.plan.mode(step)]
-            batch = task.batch(seed, "train", step, self.plan.batch_size(step))
+            batch = self._first_batch(task, seed, part, how)
             if how.mode == "entp":
                 for technique in self.state.techniques:
                     batch = technique.typical(batch)
@@ -112,6 +134,36 @@ class Stepper:
             inputs = make_inputs(arrays, batch, how, self.state.model, self.device)
             gradients(self.state.model, inputs, how)
         torch.cuda.synchronize(self.device)
+
+    def _first_batch(self, task: Task, seed: int, part: range, how: Forward) -> Batch:
+        """The first batch of these steps as its step will see it: if it is padded, in a cover that
+        holds those after it too."""
+        size = self.plan.batch_size(part[0])
+        first = task.batch(seed, "train", part[0], size)
+        if first.lengths is None or not self._can_capture(how, first):
+            return first
+        for step in part[1:LOOK_AHEAD]:
+            self._grow(task.batch(seed, "train", step, size))
+        return self._covered(how, first) or first
+
+    def _grow(self, batch: Batch) -> Cover:
+        """The cover of batches of this size, which holds this one too. If it had to grow, graphs
+        of its old shape are dropped."""
+        size = len(batch.x)
+        cover = self.covers.setdefault(size, Cover())
+        if cover.grow(batch):
+            old = [key for key in self.graphs if key[:2] == ("cover", size)]
+            self.outgrown[size] += bool(old)
+            for key in old:
+                del self.graphs[key]
+            for key in [key for key in self.seen if key[:2] == ("cover", size)]:
+                del self.seen[key]
+        return cover
+
+    def _covered(self, how: Forward, batch: Batch) -> Batch | None:
+        """A padded batch in its cover; None if that costs too much."""
+        cover = self._grow(batch)
+        return cover(batch) if cover.cost(batch, how.mode) <= MOST_COVER else None
 
     def _forget(self) -> None:
         self.graphs.clear()
@@ -123,18 +175,33 @@ class Stepper:
         model = support, support.fingerprint.weights()
         if model != self.model:
             self.model = model
+            self.by_kernels.clear()
             self._forget()
 
     def _can_capture(self, how: Forward, batch: Batch) -> bool:
-        """One process, no padding, no hooks, and an engine that does not wait for the device."""
-        if not self.use_graphs or self.world.size > 1 or batch.lengths is not None:
+        """One process, no hooks, an engine that does not wait for the device, and for padding what
+        a cover needs."""
+        if not self.use_graphs or self.world.size > 1:
+            return False
+        if batch.lengths is not None and not self._can_cover(how, batch):
             return False
         if self.model is None or not self.model[0].graphs:
             return False
         if how.mode != "entp":
             return True
-        with how.autocast(self.device):
-            return choose(how.impl, self.device, self.state.model).impl == "triton"
+        if how.mode not in self.by_kernels:
+            with how.autocast(self.device):
+                chosen = choose(how.impl, self.device, self.state.model)
+            self.by_kernels[how.mode] = chosen.impl == "triton"
+        return self.by_kernels[how.mode]
+
+    def _can_cover(self, how: Forward, batch: Batch) -> bool:
+        """Whether padding changes nothing in this mode, and no technique reads the targets."""
+        return how.mode in COVERED_MODES and not any(
+            type(technique).choose is not Technique.choose
+            or technique.arrays(self.state.step, batch, self.world)
+            for technique in self.state.techniques
+        )
 
     def _arrays(self, batch: Batch) -> dict[str, Tensor]:
         return step_arrays(batch, self.state.step, self.state.techniques, self.world)
@@ -163,11 +230,17 @@ class Stepper:
         return result
 
 
-def _key(batch: Batch) -> bytes:
-    """What a graph is captured for: shapes, targets, and which arrays a batch has."""
+Key = tuple[object, ...]
+"""What a graph is captured for."""
+
+
+def _key(batch: Batch, covered: bool) -> Key:
+    """Shapes, targets, and which arrays a batch has; a cover knows the shape and the targets."""
     extras = (batch.position_ids is not None, batch.loss_weights is not None)
-    shape = repr((batch.x.shape, batch.x.dtype.str, extras))
-    return hashlib.blake2b(shape.encode() + batch.target_mask.tobytes()).digest()
+    types = (batch.x.dtype.char, batch.x.shape[2:], batch.y.dtype.char, *extras)
+    if covered:
+        return "cover", len(batch.x), types
+    return "plain", batch.y.shape, types, np.packbits(batch.target_mask).tobytes()
 
 
 class _Captured:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from entp.engine.budget import BUSY, default_token_budget
+from entp.engine.protocol import depth
 from entp.errors import InputError, one_of
 from entp.tasks.base import IGNORE, Batch, Split, Task
 from entp.tasks.metrics import Predicted, Totals
+from entp.training.cover import COVERED_MODES, joinable, joined, prefix_rows, without_lengths
 from entp.training.distributed import World
 from entp.training.forward import Forward
 
-AT_ONCE = 16
-"""Batches whose answers wait on the device before they are measured."""
+AT_ONCE = 4
+"""Forward passes whose answers wait on the device before they are measured."""
+MOST_OUTPUTS = 2**26
+"""Numbers in the outputs of batches that are joined."""
 
 
 @torch.no_grad()
@@ -31,25 +36,75 @@ def evaluate(
     world: World | None = None,
 ) -> Totals:
     """The task's metrics over these batches, of all processes together."""
-    world, totals = world or World(), Totals(task.metrics)
-    mine = iter(batch.part(world.rank, world.size) for batch in batches)
-    while some := list(islice(mine, AT_ONCE)):
-        answers = [_predict(model, how, batch, torch.device(device)) for batch in some]
-        for batch, (answer, loss) in zip(some, answers, strict=True):
-            totals += _measure(task, batch, Predicted(answer.cpu().numpy(), loss.cpu().numpy()))
+    world, totals, where = world or World(), Totals(task.metrics), torch.device(device)
+    mine = (b.part(world.rank, world.size) if world.size > 1 else b for b in batches)
+    waiting: deque[_Answers] = deque()
+    for group in _groups(model, how, mine, where):
+        waiting.append(_predict(model, how, joined(group), where))
+        if len(waiting) == AT_ONCE:
+            totals += waiting.popleft().measured(task)
+    for answers in waiting:
+        totals += answers.measured(task)
     everyone = [Totals.from_json(task.metrics, one) for one in world.gather(totals.to_json())]
     return _sum(task, everyone)
 
 
-def _predict(model: Any, how: Forward, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The answer to each target and its loss, on the device."""
-    at = torch.from_numpy(batch.target_mask)
-    arrays = {"lengths": batch.lengths, "position_ids": batch.position_ids}
+def _groups(
+    model: Any, how: Forward, batches: Iterable[Batch], device: torch.device
+) -> Iterator[list[Batch]]:
+    """Batches for one forward pass each: as many as keep a GPU busy and fit into memory, or one."""
+    most = min(BUSY // (model.width * depth(model)), default_token_budget(model, device))
+    most_targets = MOST_OUTPUTS // _outputs(model, how, device)
+    group: list[Batch] = []
+    size, width = np.zeros(3, int), 0
+    for batch in batches:
+        own, own_width = _size(batch), batch.y.shape[1]
+        size, width = size + own, max(width, own_width)
+        sequences, rows, targets = size.tolist()
+        computed = rows if how.mode == "entp" else sequences * width
+        fits = computed <= most and targets <= most_targets
+        if group and not (fits and joinable(group[0], batch)):
+            yield group
+            group, size, width = [], own, own_width
+        group.append(batch)
+    if group:
+        yield group
+
+
+def _size(batch: Batch) -> np.ndarray:
+    """Its sequences, rows of prefixes, and targets."""
+    return np.array([len(batch.x), prefix_rows(batch), len(batch.targets)])
+
+
+def _outputs(model: Any, how: Forward, device: torch.device) -> int:
+    """The number of outputs of a prediction."""
+    row = torch.zeros(1, model.width, device=device, dtype=next(model.parameters()).dtype)
+    with how.autocast(device):
+        return int(model.readout(row).shape[-1])
+
+
+class _Answers(NamedTuple):
+    """What a forward pass answered to each target, on the device."""
+
+    batch: Batch
+    answer: Tensor
+    loss: Tensor
+
+    def measured(self, task: Task) -> Totals:
+        """Waits for the device."""
+        got = Predicted(self.answer.cpu().numpy(), self.loss.cpu().numpy())
+        return _measure(task, self.batch, got)
+
+
+def _predict(model: Any, how: Forward, batch: Batch, device: torch.device) -> _Answers:
+    """The answer to each target and its loss."""
+    one = without_lengths(batch) if how.mode in COVERED_MODES else batch
+    arrays = {"lengths": one.lengths, "position_ids": one.position_ids}
     more = {k: torch.from_numpy(v).to(device) for k, v in arrays.items() if v is not None}
-    x = torch.from_numpy(batch.x).to(device, non_blocking=True)
-    outputs = how(model, x, at, **more)
+    x = torch.from_numpy(one.x).to(device, non_blocking=True)
+    outputs = how(model, x, torch.from_numpy(batch.target_mask), **more)
     targets = torch.from_numpy(batch.targets).to(device)
-    return how.answers(outputs), how.loss_rows(outputs, targets)
+    return _Answers(batch, how.answers(outputs), how.loss_rows(outputs, targets))
 
 
 def _measure(task: Task, batch: Batch, got: Predicted) -> Totals:

@@ -11,7 +11,7 @@ from torch import Tensor
 from entp.engine.layout import positions_of
 from entp.training.distributed import Stop, World, reduce_gradients
 from entp.training.forward import Forward
-from entp.training.inputs import Inputs
+from entp.training.inputs import Inputs, loss_type
 
 if TYPE_CHECKING:
     from entp.training.state import State
@@ -51,7 +51,7 @@ def gradients(
         inputs = technique.choose(model, how, inputs)
     parameters = [p for p in model.parameters() if p.requires_grad]
     sums: list[Tensor | None] = [None] * len(parameters)
-    total = torch.zeros((), device=inputs["x"].device)
+    total = torch.zeros((), device=inputs["x"].device, dtype=loss_type(model))
     for chunk in inputs.chunks:
         loss = chunk_loss(model, inputs, how, chunk)
         sums = _added(sums, torch.autograd.grad(loss, parameters, allow_unused=True))

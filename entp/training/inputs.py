@@ -59,7 +59,7 @@ def step_arrays(
     found = {name: torch.from_numpy(value) for name, value in arrays.items()}
     if mine.loss_weights is not None:  # scaled so that the loss divides by the number of targets
         scale = batch.target_mask.sum() / max(batch.weight_sum, 1e-30)
-        found["weights"] = torch.from_numpy(mine.loss_weights) * float(scale)
+        found["weights"] = torch.from_numpy(mine.loss_weights).double() * float(scale)
     for technique in techniques:
         for name, value in technique.arrays(step, batch, world).items():
             both = name == "weights" and name in found
@@ -81,8 +81,15 @@ def make_inputs(
     chunks = [targets]
     if how.mode == "entp":
         chunks = list(split(targets, token_budget(how, model, targets)))
+    if "weights" in arrays:
+        arrays = {**arrays, "weights": arrays["weights"].to(loss_type(model))}
     there = {name: value.to(device, non_blocking=True) for name, value in arrays.items()}
     return Inputs(there, chunks, int(batch.target_mask.sum()))
+
+
+def loss_type(model: Any) -> torch.dtype:
+    """The type of a model's losses: fp32, or float64."""
+    return torch.promote_types(next(model.parameters()).dtype, torch.float32)
 
 
 def chunk_tables(layouts: list[tuple[Tensor, bool]], device: torch.device) -> list[object]:

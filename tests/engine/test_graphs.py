@@ -22,8 +22,10 @@ from entp.config import (
     EmaConfig,
     ImportanceConfig,
     Run,
+    model_for,
 )
 from entp.engine import layout
+from entp.tasks.addition import Addition
 from entp.tasks.base import IGNORE, Batch
 from entp.training.cuda_graph import EAGER_STEPS, MOST_GRAPHS, NOBODY, STEPS_AHEAD, Stepper
 from entp.training.distributed import Stop
@@ -268,12 +270,77 @@ def test_many_other_masks_between_replays() -> None:
     assert_same_training(run, [*data[:-2], *others, *data[-2:]], graphs=1)
 
 
+def padded(batch: Batch, seed: int, extras: bool = False) -> Batch:
+    """The same sequences, cut at random lengths after the prompt."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(5, batch.x.shape[1] + 1, len(batch.x))
+    lengths[0] = batch.x.shape[1] - seed % 2  # also batches of another width
+    width = lengths.max()
+    past = np.arange(width) >= lengths[:, None]
+    y = np.where(past, IGNORE, batch.y[:, :width])
+    found = Batch(batch.x[:, :width], y, lengths)
+    if not extras:
+        return found
+    ids = np.sort(rng.integers(0, 10, y.shape), axis=1)
+    return replace(found, position_ids=ids, loss_weights=rng.random(y.shape))
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("reason", ["padding", "packed"])
+@pytest.mark.parametrize("extras", [False, True], ids=["tokens", "ids and weights"])
+@pytest.mark.parametrize("mode", ["entp", "decoder"])
+def test_replays_of_padded_batches_follow_plain_steps(mode: str, extras: bool) -> None:
+    run = small_run(mode=mode, train=FP32, optim=SCHEDULE)
+    data = [padded(batch, seed, extras) for seed, batch in enumerate(batches(run, 20))]
+    assert len({batch.x.shape for batch in data}) > 1
+    assert_same_training(run, data, graphs=1, close=1e-4)  # eager ones do not run by kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [{}, {"optim": {"name": "muon"}}, {"ema": EmaConfig(3)}])
+def test_padded_runs_are_captured_and_trained_as_eager_ones(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Sums of different lengths, from the first step to the last evaluation."""
+    task = Addition(train_examples=500)
+    model = model_for(task, "small", layers=2, heads=2, width=16)
+    found = {}
+    for name, graphs in (("graphs", True), ("eager", False)):
+        train = {**FP32, "cuda_graph": graphs}
+        run = small_run(task=task, model=model, steps=20, train=train, **changes)
+        entp.train(run, tmp_path / name, device="cuda", quiet=True)
+        found[name] = [r["loss"] for r in read_metrics(tmp_path / name)]
+    assert len(found["graphs"]) == 24
+    close = 2e-2 if "optim" in changes else 1e-3  # muon works in bf16 on CUDA
+    assert found["graphs"] == pytest.approx(found["eager"], rel=close)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["entp", "decoder"])
+def test_warm_up_covers_padded_batches_ahead(mode: str) -> None:
+    """A run of sums is captured after its eager steps, and its cover grows no more."""
+    task = Addition(train_examples=500)
+    model = model_for(task, "small", layers=2, heads=2, width=16)
+    run = small_run(task=task, model=model, mode=mode, steps=60, batch_size=64)
+    _, stepper = start(run, "cuda")
+    stepper.warm_up(run.task, run.seed, run.steps)
+    width = stepper.covers[64].width
+    counts = []
+    for batch in batches(run, 60):
+        go(stepper, [batch])
+        counts.append(len(stepper.graphs))
+    assert counts == [0] * EAGER_STEPS + [1] * (60 - EAGER_STEPS)
+    assert stepper.covers[64].width == width
+    assert not any(stepper.outgrown.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reason", ["padding in mode prefix-lm", "packed"])
 def test_what_cannot_be_captured_runs_as_plain_steps(reason: str) -> None:
-    run = small_run(train={**FP32, "impl": "packed" if reason == "packed" else "auto"})
+    run = small_run(train={**FP32, "impl": "packed"})
+    if reason != "packed":
+        run = small_run(mode="prefix-lm", train=FP32)
     data = batches(run, EAGER_STEPS + 3)
-    if reason == "padding":
+    if reason != "packed":
         data = [Batch(b.x, b.y, np.full(len(b.x), b.x.shape[1])) for b in data]
     assert_same_training(run, data, graphs=0)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -17,6 +19,7 @@ from entp.tasks.addition import Addition
 from entp.tasks.base import IGNORE, Baseline, Batch, Split, Task
 from entp.tasks.counting import Count3, Match3
 from entp.tasks.metrics import Predicted
+from entp.training import evaluate as evaluate_module
 from entp.training.evaluate import (
     AT_ONCE,
     TEST_SEED,
@@ -67,6 +70,119 @@ def test_evaluation_counts_as_by_hand(model: Transformer) -> None:
     assert by_length == pytest.approx(
         {str(4 + n): share for n, share in enumerate(np.concatenate(right).mean(0))}
     )
+
+
+def ragged(seed: int, size: int, longest: int) -> Batch:
+    """Sequences of 4 to `longest` tokens with a target after each from the third on, and position
+    ids of their own."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(4, longest + 1, size)
+    x, y = rng.integers(0, 10, (2, size, int(lengths.max())))
+    at = np.arange(x.shape[1])
+    y[(at < 2) | (at >= lengths[:, None])] = IGNORE
+    return Batch(x, y, lengths, np.sort(rng.integers(0, 10, x.shape), axis=1))
+
+
+def unlike(kind: str) -> list[Batch]:
+    """Batches that can be joined only in part: of other sizes, widths or arrays."""
+    if kind == "equal":
+        return some(7)
+    if kind == "padded":
+        return [ragged(n, 3 + n, 5 + n % 4) for n in range(7)]
+    if kind == "other widths":
+        return [Batch(b.x[:, : 6 + n // 3], b.y[:, : 6 + n // 3]) for n, b in enumerate(some(7))]
+    if kind == "targets in the padding":
+        cut = [ragged(n, 8, 8) for n in range(4)]
+        return [replace(b, lengths=np.maximum(1, b.lengths - n)) for n, b in enumerate(cut)]  # type: ignore[operator]
+    return [*some(3), *(ragged(n, 8, 8) for n in range(3)), *some(2, "valid")]
+
+
+@pytest.mark.parametrize(
+    "kind", ["equal", "padded", "other widths", "targets in the padding", "mixed"]
+)
+@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm"])
+def test_joined_batches_have_the_values_of_single_ones(
+    mode: str, kind: str, model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fewer forward passes, whatever limits how many are joined."""
+    how, passes = Forward.of(small_run(mode=mode)), []
+    forward = Forward.__call__
+
+    def counted(self: Forward, model: Any, x: Any, at: Any, **more: Any) -> Any:
+        passes[-1].append(tuple(x.shape))
+        return forward(self, model, x, at, **more)
+
+    monkeypatch.setattr(Forward, "__call__", counted)
+
+    def measured(batches: list[Batch]) -> dict[str, Any]:
+        passes.append([])
+        return evaluate(model, TASK, iter(batches), how).to_json()
+
+    batches = unlike(kind)
+    found = measured(batches)
+    monkeypatch.setattr(evaluate_module, "MOST_OUTPUTS", 500)  # 50 targets at a time
+    few = measured(batches)
+    monkeypatch.setattr(evaluate_module, "BUSY", 0)
+    single = measured(batches)
+    assert len(passes[2]) == len(batches) >= len(passes[1]) > len(passes[0])
+    assert len(passes[0]) == {"other widths": 3, "mixed": 3}.get(kind, 1)
+    for other in (found, few):
+        assert other["sequences"] == single["sequences"]
+        for metric, sums in single["all"].items():
+            assert other["all"][metric] == pytest.approx(sums, rel=1e-5)
+        for key, bins in single["slices"]["token_accuracy"]["length"].items():
+            assert other["slices"]["token_accuracy"]["length"][key] == pytest.approx(bins)
+
+
+def test_joined_batches_keep_a_device_busy_and_no_more(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In mode entp by rows of prefixes, else by tokens."""
+    batches = some(8)
+    rows = {"entp": 8 * sum(range(4, 10)), "decoder": 8 * 9}
+    for mode, own in rows.items():
+        how = Forward.of(small_run(mode=mode))
+        monkeypatch.setattr(evaluate_module, "BUSY", 3 * own * model.width * 2)
+        groups = list(evaluate_module._groups(model, how, iter(batches), torch.device("cpu")))
+        assert [len(group) for group in groups] == [3, 3, 2]
+    monkeypatch.setattr(evaluate_module, "BUSY", 2**40)
+    monkeypatch.setattr(evaluate_module, "default_token_budget", lambda *_: 2 * rows["decoder"])
+    groups = list(evaluate_module._groups(model, how, iter(batches), torch.device("cpu")))
+    assert [len(group) for group in groups] == [2, 2, 2, 2]
+
+
+def test_batches_are_asked_for_as_they_are_needed(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a long stream only a few forward passes wait to be measured."""
+    monkeypatch.setattr(evaluate_module, "BUSY", 0)
+    made, ahead = 0, []
+
+    def stream() -> Iterator[Batch]:
+        nonlocal made
+        for batch in some(4 * AT_ONCE):
+            made += 1
+            yield batch
+
+    measure = Count3.measure
+
+    def watched(task: Count3, batch: Batch, got: Predicted) -> Any:
+        ahead.append(made - len(ahead))
+        return measure(task, batch, got)
+
+    monkeypatch.setattr(Count3, "measure", watched)
+    evaluate(model, TASK, stream(), Forward.of(small_run()))
+    assert len(ahead) == 4 * AT_ONCE
+    assert max(ahead) <= AT_ONCE + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm"])
+@pytest.mark.parametrize("kind", ["equal", "padded", "mixed"])
+def test_values_on_a_gpu_are_those_on_a_cpu(mode: str, kind: str, model: Transformer) -> None:
+    how, batches = Forward.of(small_run(mode=mode, train={"precision": "fp32"})), unlike(kind)
+    found = evaluate(copy.deepcopy(model).cuda(), TASK, batches, how, device="cuda").values()
+    assert found == pytest.approx(evaluate(model, TASK, batches, how).values(), rel=1e-3)
 
 
 def test_evaluation_leaves_no_gradients(model: Transformer) -> None:

@@ -1,0 +1,144 @@
+"""Padded batches as batches of one shape.
+
+In modes entp and decoder a token changes nothing at earlier positions. So a padded row may be
+computed as it stands, padding included, and be made longer: predictions at its real tokens stay
+what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import numpy as np
+
+from entp.tasks.base import IGNORE, Batch
+
+COVERED_MODES = ("entp", "decoder")
+"""Modes in which a token changes nothing at earlier positions."""
+ARRAYS = tuple(field.name for field in fields(Batch))
+
+
+def prefix_rows(batch: Batch) -> int:
+    """Rows of all prefixes that end in a target: what mode entp computes."""
+    return int(np.arange(1, batch.y.shape[1] + 1) @ batch.target_mask.sum(0))
+
+
+def widened(batch: Batch, width: int) -> Batch:
+    """The batch with so many columns, without targets in the new ones; lengths stay."""
+    more = width - batch.y.shape[1]
+    if more == 0:
+        return batch
+    fill = {"x": 0, "y": IGNORE, "position_ids": 0, "loss_weights": 0}
+    arrays = {name: getattr(batch, name) for name in fill}
+    found = {
+        name: np.concatenate([a, np.full((len(a), more, *a.shape[2:]), fill[name], a.dtype)], 1)
+        for name, a in arrays.items()
+        if a is not None
+    }
+    return replace(batch, **found)
+
+
+def real_tokens(batch: Batch) -> np.ndarray:
+    """(batch, time) whether a token is not padding."""
+    if batch.lengths is None:
+        return np.ones(batch.y.shape, bool)
+    return np.arange(batch.y.shape[1]) < batch.lengths[:, None]
+
+
+def without_lengths(batch: Batch) -> Batch:
+    """The batch with token 0, at position 0, as its padding, for modes in which padding changes
+    nothing; the same batch if it has targets there, which only its lengths keep out."""
+    if batch.lengths is None:
+        return batch
+    real = real_tokens(batch)
+    if (batch.target_mask > real).any():
+        return batch
+    x, ids = batch.x.copy(), batch.position_ids
+    x[~real] = 0  # also where it is not a number
+    if ids is not None:
+        ids = np.where(real, ids, 0)
+    return replace(batch, x=x, position_ids=ids, lengths=None)
+
+
+def joinable(one: Batch, two: Batch) -> bool:
+    """Whether both have the same arrays, and the same width or lengths to pad by."""
+    for name in ARRAYS:
+        a, b = getattr(one, name), getattr(two, name)
+        if (a is None) != (b is None):
+            return False
+        if a is not None and (a.dtype.kind != b.dtype.kind or a.shape[2:] != b.shape[2:]):
+            return False
+    return one.lengths is not None or one.y.shape[1] == two.y.shape[1]
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """The sequences of all batches as one batch, padded to the widest."""
+    if len(batches) == 1:
+        return batches[0]
+    width = max(batch.y.shape[1] for batch in batches)
+    wide = [widened(batch, width) for batch in batches]
+    there = [name for name in ARRAYS if getattr(wide[0], name) is not None]
+    return Batch(**{name: np.concatenate([getattr(b, name) for b in wide]) for name in there})
+
+
+class Cover:
+    """A shape for all padded batches of one size: the largest width and the union of the target
+    columns of those seen so far.
+
+    A batch so covered has a target in every such column, of weight 0 where it has none itself. Its
+    shape and its targets' positions are then always the same, as a captured step needs them, and
+    its loss and gradients are those of the batch.
+    """
+
+    def __init__(self) -> None:
+        self.columns: np.ndarray = np.zeros(0, bool)
+        """(width,) where any batch had a target."""
+        self.rows = 0
+        """Rows of the prefixes that end there."""
+        self.targets: np.ndarray = np.zeros(0, np.int64)
+        """(width,) the targets of a row that has none itself."""
+
+    @property
+    def width(self) -> int:
+        return len(self.columns)
+
+    def grow(self, batch: Batch) -> bool:
+        """Whether the cover had to grow to hold this batch."""
+        own = np.asarray(batch.target_mask.any(0))
+        if len(own) <= self.width and not (own & ~self.columns[: len(own)]).any():
+            return False
+        columns: np.ndarray = np.zeros(max(self.width, len(own)), bool)
+        columns[: self.width] = self.columns
+        columns[: len(own)] |= own
+        self.columns, self.targets = columns, np.where(columns, 0, IGNORE)
+        self.rows = int(np.arange(1, len(columns) + 1) @ columns)
+        return True
+
+    def cost(self, batch: Batch, mode: str) -> float:
+        """How many times the rows of the batch itself its covered form has, in this mode."""
+        if mode != "entp":
+            return self.width / batch.y.shape[1]
+        return len(batch.x) * self.rows / max(1, prefix_rows(batch))
+
+    def __call__(self, batch: Batch) -> Batch | None:
+        """The batch in the cover's shape, without lengths; None if it has targets in its
+        padding."""
+        size, time = batch.y.shape
+        mask, real = batch.target_mask, real_tokens(batch)
+        if (mask > real).any():
+            return None
+        x = np.zeros((size, self.width, *batch.x.shape[2:]), batch.x.dtype)
+        shown = real if x.ndim == 2 else real[..., None]
+        np.copyto(x[:, :time], batch.x, where=shown)  # padding may be anything
+        y = np.empty((size, self.width), batch.y.dtype)
+        y[:] = self.targets
+        np.copyto(y[:, :time], batch.y, where=mask)
+        weights = np.zeros(y.shape, np.float32)
+        own = batch.loss_weights
+        np.copyto(weights[:, :time], 1.0 if own is None else own, where=mask)
+        ids = None
+        if batch.position_ids is not None:
+            ids = np.zeros_like(y, batch.position_ids.dtype)
+            np.copyto(ids[:, :time], batch.position_ids, where=real)
+        return Batch(x, y, position_ids=ids, loss_weights=weights)

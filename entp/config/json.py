@@ -42,7 +42,14 @@ def run_to_json(run: Run) -> dict[str, Any]:
     """A dict of plain values; `run_from_json` gives back an equal run."""
     data = dataclasses.asdict(run)
     data["task"] = {"name": task_name(run.task), **data["task"]}
-    return data
+    return {name: _plain(value) for name, value in data.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON gives it back: a tuple as a list."""
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, tuple | list) else value
 
 
 def read_run(path: Path) -> Run:

@@ -84,7 +84,16 @@ class Run:
                 f"train.monitor {self.train.monitor!r} is not measured: allowed are "
                 f"{', '.join(names)}"
             )
-        raise_problems(problems)
+        raise_problems([*problems, *self._split_problems()])
+
+    def _split_problems(self) -> list[str]:
+        """Splits that are to be measured and that the task does not have."""
+        allowed = ("test", *self.task.more_splits)
+        return [
+            f"train.eval_splits has {name!r}: {self.task.name} allows {', '.join(allowed)}"
+            for name in self.train.eval_splits
+            if name not in allowed
+        ]
 
     def _model_problems(self) -> list[str]:
         """Where the model does not fit the task."""

@@ -17,6 +17,9 @@ class TrainConfig:
     """Steps between evaluations on the validation stream."""
     eval_batches: int = 4
     """Batches per evaluation."""
+    eval_splits: tuple[str, ...] = ()
+    """Splits that every evaluation measures beside validation: test, or a further one of the task.
+    They decide nothing."""
     checkpoint_every: int = 500
     """Steps between checkpoints; the last two are kept, and the best by validation."""
     log_every: int = 10
@@ -26,6 +29,12 @@ class TrainConfig:
     first."""
     stop_at: float | None = None
     """Stop when the monitored metric reaches this value."""
+    patience: int | None = None
+    """Stop after so many evaluations in a row without a better value of the monitored metric. None:
+    never."""
+    patience_from: float | None = None
+    """Evaluations count towards the patience once the monitored metric has reached this value (a
+    loss: is at most this). None: from the first on."""
     max_seconds: float | None = None
     """Stop after so many seconds of training, evaluations included, compilation before it not.
     Resumed, it counts on."""
@@ -58,4 +67,23 @@ class TrainConfig:
             problems.append(
                 f"train.max_seconds is {self.max_seconds:g}: it must be above 0, or None"
             )
+        if self.patience is not None and self.patience < 1:
+            problems.append(f"train.patience is {self.patience}: it must be at least 1, or None")
+        if self.patience_from is not None and self.patience is None:
+            problems.append(
+                f"train.patience_from is {self.patience_from:g} without train.patience: give both, "
+                "or neither"
+            )
+        problems += self._split_problems()
         raise_problems(problems + choice_problems(self, "train."))
+
+    def _split_problems(self) -> list[str]:
+        """What is wrong with eval_splits; a list of names becomes a tuple: equal runs hash
+        equal."""
+        names = self.eval_splits
+        if not isinstance(names, tuple | list) or not all(isinstance(n, str) for n in names):
+            return [f"train.eval_splits is {names!r}: it must be a tuple of names"]
+        object.__setattr__(self, "eval_splits", tuple(names))
+        if len(set(names)) < len(names):
+            return [f"train.eval_splits is {names!r}: give each name once"]
+        return []

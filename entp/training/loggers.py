@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +12,8 @@ from entp.config.json import run_to_json
 from entp.config.upgrade import upgrade_values
 from entp.errors import InputError
 from entp.files import parse_json, write_file
+from entp.results.environment import read_environment
+from entp.tasks.metrics import Totals
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
@@ -37,6 +40,13 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def read_own_metrics(out: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without evaluations of the run that this one was forked from."""
+    forked = read_environment(out).get("forked")
+    first = forked["step"] if forked else -1
+    return [row for row in read_metrics(out) if row["kind"] == "train" or row["step"] > first]
+
+
 class Tracker(Protocol):
     """Somewhere else that metrics are copied to."""
 
@@ -56,7 +66,19 @@ class MetricsFile:
 
     def write(self, kind: str, step: int, values: dict[str, float]) -> None:
         """One line, on disk at once."""
-        self.file.write(json.dumps({"kind": kind, "step": step, **values}, allow_nan=False) + "\n")
+        self._line({"kind": kind, "step": step, **values})
+        self._track(kind, step, values)
+
+    def write_split(self, split: str, step: int, seconds: float, totals: Totals) -> None:
+        """What an evaluation found on a further split, with its bins."""
+        row = {"kind": "split", "step": step, "split": split, "seconds": seconds}
+        self._line({**row, "totals": totals.to_json()})
+        self._track(split, step, {k: v for k, v in totals.values().items() if math.isfinite(v)})
+
+    def _line(self, row: dict[str, Any]) -> None:
+        self.file.write(json.dumps(row, allow_nan=False) + "\n")
+
+    def _track(self, kind: str, step: int, values: dict[str, float]) -> None:
         if self.tracker is not None:
             self.tracker.log({f"{kind}/{name}": v for name, v in values.items()}, step)
 

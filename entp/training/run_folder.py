@@ -89,7 +89,7 @@ def read_fork(run: Run, source: Path) -> Fork:
 
 def _training_rows(source: Path) -> bytes:
     """The metrics of training steps: evaluations are of the source, and no result of the fork."""
-    rows = [row for row in read_metrics(source) if row["kind"] != "eval"]
+    rows = [row for row in read_metrics(source) if row["kind"] == "train"]
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,20 +27,21 @@ from entp.errors import DeviceFailed, InputError, TrainingStopped
 from entp.files import lock_folder
 from entp.model import Transformer
 from entp.tasks.base import Batch, Task
-from entp.tasks.metrics import Metric
+from entp.tasks.metrics import Totals
 from entp.terminal import Progress
 from entp.training import checkpoint
 from entp.training.cuda_graph import Stepper
 from entp.training.distributed import Stop, World, join
 from entp.training.evaluate import check_targets, evaluate, split_batches
 from entp.training.forward import Forward
-from entp.training.loggers import MetricsFile, read_metrics
+from entp.training.loggers import MetricsFile, read_own_metrics
 from entp.training.loss_meter import LossMeter, check_finite
 from entp.training.plan import Plan
 from entp.training.prefetch import batches_ahead, processes_for
 from entp.training.run_folder import check_folder, prepare_folder, read_fork, write_fork
 from entp.training.signals import StopSignals
 from entp.training.state import State, new_state
+from entp.training.stopping import is_better, monitored, stop_reason
 
 
 @dataclass
@@ -232,22 +234,21 @@ class Loop:
         self.how = how[run.mode]
         self.step = Stepper(state, plan, how, run.optim, graphs, device, world)
         self.meter = LossMeter(run.seed, run.train.log_every, device)
-        self.values, self.measured_at = _last_evaluation(out, state.step)
-        self.monitor = next(m for m in run.task.metrics if m.name == run.monitor)
-        self.valid: list[Batch] = []
+        self.evaluations = _evaluations(out, state.step)
+        self.monitor = monitored(run)
+        self.batches: dict[str, list[Batch]] = {}
         self.best: dict[str, Tensor] | None = None
         self.mark, self.timed = time.perf_counter(), state.step
 
     def fit(self) -> Result:
-        """Train to the end, or until the target, the time limit or a signal."""
+        """Train to the end, or until the goal, the patience, the time limit or a signal."""
         run, state = self.run, self.state
         late = self.is_over(state.seconds)  # the same in every process
         if not late and state.step < run.steps:
             self.step.warm_up(run.task, run.seed, run.steps)  # no part of the training's time
         self.mark = time.perf_counter()
-        if self.reached():
-            return self.result(f"{run.monitor} had reached {run.train.stop_at:g}")
-        reason = ""
+        if reason := stop_reason(run, self.evaluations, had=True):
+            return self.result(reason)
         batches = _batches(run.task, run.seed, self.plan, run.steps, state.step, self.device)
         for batch in () if late else batches:
             late, signal = self.one_step(batch)
@@ -257,8 +258,8 @@ class Loop:
             self.report_step(last or signal)
             if not signal and (last or state.step % run.train.eval_every == 0):
                 self.measure()
-                if self.reached():
-                    last, reason = True, f"{run.monitor} reached {run.train.stop_at:g}"
+                reason = stop_reason(run, self.evaluations)
+                last = last or bool(reason)
             if last or signal or state.step % run.train.checkpoint_every == 0:
                 self.save()
             if signal:
@@ -331,32 +332,61 @@ class Loop:
         self.meter.check()
         self.tick()
         run, state = self.run, self.state
-        count = run.train.eval_batches
-        self.valid = self.valid or list(
-            split_batches(run.task, "valid", count, run.batch_size, run.seed)
-        )
-        totals = evaluate(
-            state.measured, run.task, self.valid, self.how, device=self.device, world=self.world
-        )
-        self.values, self.measured_at = totals.values(), state.step
-        check_finite(self.values, state.step)
-        if run.monitor not in self.values:
+        totals = self.evaluate("valid")
+        values = totals.values()
+        check_finite(values, state.step)
+        if run.monitor not in values:
             raise InputError(
                 f"train.monitor {run.monitor} was not measured on validation data: measured were "
                 f"{', '.join(totals.all)}."
             )
-        if is_better(run.task, self.monitor, self.values, state.best):
-            state.best = {**self.values, "step": state.step}
+        self.evaluations.append({"step": state.step, **values})
+        if is_better(run.task, self.monitor, values, state.best):
+            state.best = {**values, "step": state.step}
             weights = state.measured.state_dict()
             self.best = {name: t.detach().clone() for name, t in weights.items()}
-        self.progress.line(state.step, self.values)
+        self.progress.line(state.step, values)
         if self.metrics:
-            row = {**self.values, "seconds": round(state.seconds, 3)}
+            row = {**values, "seconds": round(state.seconds, 3)}
             self.metrics.write("eval", state.step, row)
+        for split in run.train.eval_splits:
+            self.measure_split(split)
 
-    def reached(self) -> bool:
-        """Whether the last evaluation is as good as the run is to become."""
-        return bool(self.values) and reached(self.run, self.values)
+    def measure_split(self, split: str) -> None:
+        """Evaluate on a further split, for the record only."""
+        totals, state = self.evaluate(split), self.state
+        some = {f"{split} {name}": totals.value(name) for name in totals.all if totals.all[name].w}
+        check_finite(some, state.step)
+        self.progress.line(state.step, some)
+        if self.metrics:
+            self.metrics.write_split(split, state.step, round(state.seconds, 3), totals)
+
+    def evaluate(self, split: str) -> Totals:
+        """The metrics on the first batches of a split, which are made once."""
+        run, state = self.run, self.state
+        if split not in self.batches:
+            count = run.train.eval_batches
+            made = split_batches(run.task, split, count, run.batch_size, run.seed)
+            self.batches[split] = list(made)
+        return evaluate(
+            state.measured,
+            run.task,
+            self.batches[split],
+            self.how,
+            device=self.device,
+            world=self.world,
+        )
+
+    @property
+    def measured_at(self) -> int:
+        """The step of the last evaluation; -1 before the first."""
+        return int(self.evaluations[-1]["step"]) if self.evaluations else -1
+
+    @property
+    def values(self) -> dict[str, float]:
+        """What the last evaluation measured."""
+        last = self.evaluations[-1] if self.evaluations else {}
+        return {k: v for k, v in last.items() if k not in ("kind", "step", "seconds")}
 
     def save(self) -> None:
         """A checkpoint to continue from, and one of the best weights since the last, unless the
@@ -401,36 +431,9 @@ def _batches(
         yield from batches_ahead(task, seed, size, part, processes)
 
 
-def _last_evaluation(out: Path, step: int) -> tuple[dict[str, float], int]:
-    """What the last evaluation up to `step` measured, and its step; empty and -1 before the
-    first."""
-    rows = [r for r in read_metrics(out) if r["kind"] == "eval" and r["step"] <= step]
-    if not rows:
-        return {}, -1
-    values = {k: v for k, v in rows[-1].items() if k not in ("kind", "step", "seconds")}
-    return values, rows[-1]["step"]
-
-
-def is_better(
-    task: Task, monitor: Metric, values: dict[str, float], best: dict[str, float]
-) -> bool:
-    """Whether an evaluation beats the best; ties of the monitored metric go to the task's last."""
-    if monitor.name not in best:
-        return True
-    for metric in (monitor, task.metrics[-1]):
-        new, old = (found.get(metric.name) for found in (values, best))
-        if new is not None and old is not None and new != old:
-            return metric.is_better(new, old)
-    return False
-
-
-def reached(run: Run, values: dict[str, float]) -> bool:
-    """Whether an evaluation is as good as the run is to become."""
-    goal = run.train.stop_at
-    if goal is None or run.monitor not in values:
-        return False
-    metric = next(m for m in run.task.metrics if m.name == run.monitor)
-    return metric.reached(values[run.monitor], goal)
+def _evaluations(out: Path, step: int) -> list[dict[str, Any]]:
+    """The run's evaluations on validation data up to `step`."""
+    return [r for r in read_own_metrics(out) if r["kind"] == "eval" and r["step"] <= step]
 
 
 def announce(result: Result) -> str:

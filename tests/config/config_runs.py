@@ -56,7 +56,14 @@ ALL_SET = Run(
         precondition_every=4,
     ),
     train=TrainConfig(
-        eval_every=1, monitor="loss", stop_at=0.5, impl="reference", token_budget=100
+        eval_every=1,
+        eval_splits=("test",),
+        monitor="loss",
+        stop_at=0.5,
+        patience=3,
+        patience_from=2.0,
+        impl="reference",
+        token_budget=100,
     ),
 )
 MATCH3 = Run(

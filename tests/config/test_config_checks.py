@@ -112,7 +112,8 @@ def test_optim_allows_what_turns_a_part_off() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["eval_every", "eval_batches", "checkpoint_every", "log_every", "token_budget"]
+    "name",
+    ["eval_every", "eval_batches", "checkpoint_every", "log_every", "token_budget", "patience"],
 )
 def test_train_refuses_sizes_below_1(name: str) -> None:
     with pytest.raises(InputError, match=rf"train\.{name} is 0: it must be at least 1"):
@@ -122,6 +123,31 @@ def test_train_refuses_sizes_below_1(name: str) -> None:
 def test_train_refuses_no_time() -> None:
     with pytest.raises(InputError, match=r"train\.max_seconds is 0: it must be above 0"):
         TrainConfig(max_seconds=0.0)
+
+
+def test_patience_from_needs_patience() -> None:
+    with pytest.raises(InputError, match=r"patience_from is 1\.1 without train\.patience"):
+        TrainConfig(patience_from=1.1)
+    assert TrainConfig(patience=3, patience_from=1).patience_from == 1.0
+
+
+@pytest.mark.parametrize("splits", ["test", ("test", 3), 3])
+def test_eval_splits_are_a_tuple_of_names(splits: Any) -> None:
+    with pytest.raises(InputError, match=r"train\.eval_splits is .*: it must be a tuple of names"):
+        TrainConfig(eval_splits=splits)
+
+
+def test_eval_splits_are_named_once() -> None:
+    with pytest.raises(InputError, match="give each name once"):
+        TrainConfig(eval_splits=("test", "test"))
+    assert TrainConfig(eval_splits=["test"]).eval_splits == ("test",)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("split", ["valid", "train", "longer", ""])
+def test_run_refuses_splits_that_the_task_does_not_have(split: str) -> None:
+    train = TrainConfig(eval_splits=("test", split))
+    with pytest.raises(InputError, match=rf"eval_splits has '{split}': count3 allows test\."):
+        dataclasses.replace(DEFAULTS, train=train)
 
 
 @pytest.mark.parametrize("name", ["impl", "precision", "logger"])

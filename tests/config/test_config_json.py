@@ -43,6 +43,7 @@ class Own(Task):
 def test_run_survives_json(run: Run) -> None:
     again = run_from_json(as_json(run))
     assert again == run
+    assert as_json(run) == run_to_json(run)  # plain values: no tuples
     assert type(again.task) is type(run.task)
     assert config_hash(again) == config_hash(run)
 

@@ -171,6 +171,9 @@ OTHER_VALUES = {
     "optim.beta2": 0.5,
     "train.monitor": "loss",
     "train.stop_at": 0.5,
+    "train.eval_splits": ["test"],
+    "train.patience": 3,
+    "train.patience_from": 1.1,
     "train.max_seconds": 5.0,
     "train.impl": "packed",
     "train.token_budget": 9,
@@ -189,6 +192,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "mode": {"importance": None},
     "optim.decay_by": {"train.max_seconds": 5.0, "curriculum": None},
     "optim.precondition_every": {"optim.name": "muon"},
+    "train.patience_from": {"train.patience": 3},
     "importance.proposal": {"importance.samples": None},
     "curriculum.mode": {"curriculum.uniform_lengths": False},
 }
@@ -208,7 +212,7 @@ def test_hash_changes_with_every_field_that_is_not_free(path: str) -> None:
     needed = TOGETHER.get(path, {})
     other = with_values(TECHNIQUES, {**needed, path: value})
     run = TECHNIQUES
-    if path in ("mode", "optim.decay_by", "optim.precondition_every", "curriculum.mode"):
+    if path in TOGETHER and not path.startswith(("task.", "importance.")):
         run = with_values(TECHNIQUES, needed)
     assert other != run
     assert (config_hash(other) == config_hash(run)) == (path in FREE_TO_CHANGE)

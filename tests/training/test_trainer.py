@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import pytest
 import torch
-from small_runs import TASK, new_stepper, small_run
+from small_runs import new_stepper, small_run
 from torch import Tensor
 
 from entp.config import BatchScheduleConfig, CurriculumConfig, Run, model_for
@@ -25,7 +25,15 @@ from entp.errors import DeviceFailed, InputError, TrainingStopped
 from entp.tasks.addition import Addition
 from entp.tasks.base import Batch, Split, Task
 from entp.tasks.counting import Count3
-from entp.tasks.metrics import EXACT_MATCH, LOSS, Metric, Predicted, Score
+from entp.tasks.metrics import (
+    EXACT_MATCH,
+    LOSS,
+    TOKEN_ACCURACY,
+    Metric,
+    Predicted,
+    Score,
+    exact_match,
+)
 from entp.training import checkpoint
 from entp.training.checkpoint import find, load
 from entp.training.cuda_graph import Stepper
@@ -37,7 +45,7 @@ from entp.training.loss_meter import LossMeter
 from entp.training.run_folder import check_folder
 from entp.training.schedule import learning_rate
 from entp.training.signals import StopSignals
-from entp.training.trainer import Result, _check, is_better, reached, train
+from entp.training.trainer import Result, _check, train
 
 GOLDEN = [2.337969, 2.297724, 2.260552, 2.236977, 2.224859]
 """Losses of the first steps of `small_run()`: a change here means that training changed."""
@@ -161,33 +169,6 @@ def test_training_learns_and_keeps_the_best_evaluation(tmp_path: Path) -> None:
     assert measured(tmp_path, run)["loss"] == pytest.approx(best["loss"], rel=1e-6)
 
 
-def test_is_better_follows_the_metric_and_breaks_ties_by_the_last() -> None:
-    """What is just as good does not replace what is there."""
-    first = {"loss": 0.5, "exact_match": 0.75}
-    for monitor in (EXACT_MATCH, LOSS):
-        assert is_better(TASK, monitor, first, {})
-        assert not is_better(TASK, monitor, first, first)
-        assert is_better(TASK, monitor, {**first, "loss": 0.4}, first)
-        assert not is_better(TASK, monitor, {**first, "loss": 0.6}, first)
-    other = {"loss": 0.6, "exact_match": 0.8}
-    assert is_better(TASK, EXACT_MATCH, other, first)
-    assert not is_better(TASK, LOSS, other, first)
-    accuracy = {"exact_match": 0.75}  # where the last metric is not measured
-    assert not is_better(TASK, EXACT_MATCH, accuracy, first)
-    assert not is_better(TASK, EXACT_MATCH, accuracy, accuracy)
-
-
-def test_reached_is_at_least_as_good_as_the_goal() -> None:
-    accuracy, loss = (
-        small_run(train={"monitor": name, "stop_at": 0.5}) for name in ("exact_match", "loss")
-    )
-    values = (0.4, 0.5, 0.6)
-    assert [reached(loss, {"loss": v}) for v in values] == [True, True, False]
-    assert [reached(accuracy, {"exact_match": v}) for v in values] == [False, True, True]
-    assert not reached(accuracy, {})
-    assert not reached(small_run(), {"exact_match": 1.0})
-
-
 SPREAD: dict[str, dict[str, Any]] = {
     "all along": {"batch_size": 2},
     "first": {"curriculum": CurriculumConfig(steps=6, batch_size=2)},
@@ -287,6 +268,91 @@ def test_stop_at_ends_training_and_is_not_passed_again(tmp_path: Path) -> None:
     assert (again.metrics, again.best, again.seconds) == (first.metrics, first.best, first.seconds)
     lower = replace(run, train=replace(run.train, stop_at=0.0))
     assert fit(lower, tmp_path, resume=True).step == 10
+
+
+def test_patience_ends_training_and_resuming_counts_on(tmp_path: Path) -> None:
+    """No loss is below that of the first evaluation where the learning rate is huge."""
+    train = {"eval_every": 2, "checkpoint_every": 2, "monitor": "loss", "patience": 3}
+    run = small_run(steps=40, train=train, optim={"lr": 1.0, "min_lr": 1.0, "warmup_steps": 0})
+    whole = fit(run, tmp_path / "whole")
+    losses = [row["loss"] for row in rows(tmp_path / "whole", "eval")]
+    assert whole.step == 2 * len(losses) < 40
+    assert whole.reason == "3 evaluations in a row brought no better loss"
+    assert min(losses) == losses[-4] < min(losses[-3:])
+    fit(replace(run, steps=whole.step - 2), tmp_path / "parts")
+    resumed = fit(run, tmp_path / "parts", resume=True)
+    assert (resumed.step, resumed.reason) == (whole.step, whole.reason)
+    again = fit(run, tmp_path / "parts", resume=True)
+    assert (again.step, again.metrics) == (whole.step, resumed.metrics)
+    assert again.reason == "3 evaluations in a row had brought no better loss"
+
+
+@dataclass(frozen=True)
+class Longer(Count3):
+    """Count3 with a further split of its own, and exact match by the first integer."""
+
+    name: ClassVar[str] = "longer"
+
+    @property
+    def more_splits(self) -> tuple[str, ...]:
+        return ("shifted",)
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        return (replace(EXACT_MATCH, slices=("first",)), TOKEN_ACCURACY, LOSS)
+
+    def measure(self, batch: Batch, got: Predicted) -> dict[str, Score | None]:
+        found = super().measure(batch, got)
+        return {**found, "exact_match": exact_match(batch, got, {"first": batch.x[:, 0] % 2})}
+
+    def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
+        moved = split == "shifted"
+        return super().batch(seed, "test" if moved else split, step + 7 * moved, size)
+
+
+def longer_run(**train: Any) -> Run:
+    task = Longer(4, 10, 10)
+    return small_run(task=task, train={"eval_splits": ("test", "shifted"), **train})
+
+
+def test_further_splits_are_measured_at_every_evaluation(ten: Path, tmp_path: Path) -> None:
+    run = longer_run()
+    fit(run, tmp_path)
+    found = rows(tmp_path, "split")
+    times = {row["step"]: row["seconds"] for row in rows(tmp_path, "eval")}
+    assert [(row["split"], row["step"]) for row in found] == [
+        ("test", 5),
+        ("shifted", 5),
+        ("test", 10),
+        ("shifted", 10),
+    ]
+    assert all(row["seconds"] == times[row["step"]] for row in found)
+    for row in found[2:]:
+        batches = split_batches(run.task, row["split"], 2, run.batch_size, run.seed)
+        last = evaluate(load(tmp_path, "last"), run.task, batches, Forward.of(run))
+        assert row["totals"] == json.loads(json.dumps(last.to_json()))
+        assert set(row["totals"]["slices"]["exact_match"]["first"]) == {"0", "1"}
+    assert found[2]["totals"] != found[3]["totals"]
+
+
+def test_further_splits_change_neither_training_nor_evaluation(ten: Path, tmp_path: Path) -> None:
+    fit(longer_run(), tmp_path)
+    assert equal(weights(ten), weights(tmp_path))
+    kept = ("kind", "step", "loss", "exact_match", "token_accuracy")
+    for kind in ("train", "eval"):
+        here, there = (
+            [{k: row[k] for k in kept if k in row} for row in rows(out, kind)]
+            for out in (tmp_path, ten)
+        )
+        assert here == there
+
+
+def test_resuming_drops_splits_after_the_checkpoint(tmp_path: Path) -> None:
+    run = longer_run(checkpoint_every=5, eval_every=1)
+    fit(replace(run, steps=7), tmp_path)
+    shutil.rmtree(find(tmp_path, "last"))
+    fit(run, tmp_path, resume=True)
+    assert [row["step"] for row in rows(tmp_path, "split")] == sorted(2 * list(range(1, 11)))
 
 
 def test_fewer_steps_than_are_done_train_nothing(ten: Path, tmp_path: Path) -> None:
@@ -520,12 +586,16 @@ def test_environment_names_every_place_of_training(
 
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    fit(small_run(steps=2, train={"logger": "tensorboard"}), tmp_path)
+    train = {"logger": "tensorboard", "eval_splits": ("test",)}
+    fit(small_run(steps=2, train=train), tmp_path)
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     for kind in ("train", "eval"):
         copied = [event.value for event in events.Scalars(f"{kind}/loss")]
         assert copied == pytest.approx([row["loss"] for row in rows(tmp_path, kind)], rel=1e-6)
+    (row,) = rows(tmp_path, "split")
+    _, value, weight, *_ = row["totals"]["all"]["loss"]
+    assert events.Scalars("test/loss")[0].value == pytest.approx(value / weight, rel=1e-6)
 
 
 def test_wandb_offline_and_trackio_get_the_metrics(

@@ -39,11 +39,28 @@ def welch_test(first: Sequence[float], second: Sequence[float]) -> float | None:
     """Welch's two-sided p that both have one mean; None where one has a single value."""
     if min(len(first), len(second)) < 2:
         return None
+    return _two_sided(*_welch(first, second))
+
+
+def welch_interval(
+    first: Sequence[float], second: Sequence[float], level: float = 0.95
+) -> tuple[float, float] | None:
+    """Welch's interval for the first mean minus the second; None where one has a single value."""
+    if min(len(first), len(second)) < 2:
+        return None
+    from scipy.special import stdtrit
+
+    difference, error, freedom = _welch(first, second)
+    half = float(stdtrit(freedom, (1 + level) / 2)) * error
+    return difference - half, difference + half
+
+
+def _welch(first: Sequence[float], second: Sequence[float]) -> tuple[float, float, float]:
+    """The difference of two means, its standard error and degrees of freedom."""
     (a, error_a), (b, error_b) = _mean_and_error(first), _mean_and_error(second)
     error = math.hypot(error_a, error_b)
     parts = error_a**4 / (len(first) - 1) + error_b**4 / (len(second) - 1)
-    freedom = error**4 / parts if parts else 1.0
-    return _two_sided(a - b, error, freedom)
+    return a - b, error, error**4 / parts if parts else 1.0
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:

@@ -19,6 +19,7 @@ from entp.results.schema import (
     Record,
     RunRecord,
     RunTest,
+    SplitBest,
     TotalsData,
 )
 from entp.tasks.metrics import EXACT_MATCH, LOSS, TOKEN_ACCURACY, Sums
@@ -45,6 +46,43 @@ def run_test(right: int, n: int = 100, concurrent: int | None = 1, **more: Any) 
         slices={"token_accuracy": {"length": bins}},
     )
     return RunTest(checkpoint="best-1", concurrent_runs=concurrent, totals=totals, **more)
+
+
+def sliced_totals(right: int, bins: dict[str, int], n: int = 100, by: str = "digits") -> TotalsData:
+    """So many of n sequences right, and so many of n in each bin of exact match by `by`."""
+    cells = {key: counted(value, n) for key, value in bins.items()}
+    return TotalsData(
+        sequences=n,
+        all={"exact_match": counted(right, n)},
+        slices={"exact_match": {by: cells}},
+    )
+
+
+DIGITS = [replace(METRICS[0], slices=("digits",)), *METRICS[1:]]
+"""METRICS with exact match by digits."""
+
+
+def sourced_run(
+    seed: int = 0,
+    *,
+    test: dict[str, int],
+    last: dict[str, int] | None = None,
+    best: dict[str, int] | None = None,
+    evaluations: int = 7,
+) -> RunRecord:
+    """A run with exact match by digits at its best checkpoint, at the last, and of the best
+    evaluations on the test itself; the whole is the first bin."""
+
+    def totals(bins: dict[str, int]) -> TotalsData:
+        return sliced_totals(next(iter(bins.values())), bins)
+
+    tested = RunTest(checkpoint="best-1", concurrent_runs=1, totals=totals(test))
+    if last is not None:
+        tested = tested.model_copy(update={"last": totals(last), "last_checkpoint": "step-2"})
+    found = {}
+    if best is not None:
+        found["test"] = SplitBest(evaluations=evaluations, totals=totals(best))
+    return run_record(seed, test=tested, best_of_splits=found)
 
 
 def run_record(seed: int = 0, right: int | None = 50, **changes: Any) -> RunRecord:

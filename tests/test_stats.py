@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from entp.stats import fit_exponent, t_interval, t_test, welch_test, wilson
+from entp.stats import fit_exponent, t_interval, t_test, welch_interval, welch_test, wilson
 
 LENGTHS = [32, 64, 128, 256, 512, 1024]
 
@@ -51,6 +51,9 @@ def test_tests_are_scipys() -> None:
         a, b = (rng.normal(size=size).tolist() for size in sizes)
         assert welch_test(a, b) == pytest.approx(ttest_ind(a, b, equal_var=False).pvalue)
         assert t_test(a, 0.3) == pytest.approx(ttest_1samp(a, 0.3).pvalue)
+        for level in (0.95, 0.5):
+            ends = ttest_ind(a, b, equal_var=False).confidence_interval(level)
+            assert welch_interval(a, b, level) == pytest.approx(tuple(ends))
 
 
 def test_tests_without_spread_or_seeds() -> None:
@@ -58,6 +61,8 @@ def test_tests_without_spread_or_seeds() -> None:
     assert welch_test([1.0, 1.0], [2.0, 2.0]) == 0
     assert welch_test([1.0, 1.0], [1.0, 3.0]) == pytest.approx(0.5)
     assert t_test([1.0, 1.0], 1.0) == 1
+    assert welch_interval([3.0, 3.0], [1.0, 1.0]) == (2.0, 2.0)
+    assert welch_interval([3.0], [1.0, 2.0]) is None
     assert welch_test([1.0], [1.0, 2.0]) is None
     assert t_test([1.0], 1.0) is None
 

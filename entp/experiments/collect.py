@@ -26,16 +26,25 @@ from entp.results.schema import (
     Record,
     RunRecord,
     RunTest,
+    SplitBest,
+    SplitPoint,
+    TotalsData,
     measured,
     parse,
 )
 from entp.results.store import better_run, compact_json
 from entp.results.upgrade import upgrade_test
-from entp.training.loggers import read_metrics
+from entp.tasks.base import Task
+from entp.tasks.metrics import Metric, Sums, Totals
+from entp.training.loggers import read_own_metrics
 from entp.training.plan import Plan
+from entp.training.stopping import stop_reason
 
 POINTS = 160
 """Evaluations of a run that a record keeps at most, evenly spread."""
+MOST_BINS = 40
+"""Bins of a slice that a record keeps of every evaluation on a further split; of slices with more,
+only the best of all evaluations."""
 TEST, OLD_TEST = "test.json", "final.json"
 Kept = dict[str, RunRecord]
 """Recorded runs by the hash of their configuration."""
@@ -132,10 +141,9 @@ def add_metrics(blank: Record, record: Record, kept: Kept) -> Record:
 def read_folder(arm: ArmRun, root: Path) -> RunRecord | None:
     """One seed of an arm as its folder tells it; None before its first evaluation."""
     folder, run = find_folder(arm, root), arm.run
-    rows = read_metrics(folder)
+    rows = read_own_metrics(folder)
     environment = parse(Environment, read_environment(folder))
-    first = environment.forked.step if environment.forked is not None else -1
-    evaluations = [row for row in rows if row["kind"] == "eval" and row["step"] > first]
+    evaluations = [row for row in rows if row["kind"] == "eval"]
     steps = [row for row in rows if row["kind"] == "train"]
     if not evaluations or not steps:
         if any((folder / name).exists() for name in (TEST, OLD_TEST)):
@@ -156,6 +164,8 @@ def read_folder(arm: ArmRun, root: Path) -> RunRecord | None:
         sequences=sequences,
         seconds=last["seconds"],
         curve=_curve(plan, evaluations, steps),
+        splits=_splits(run.task, rows),
+        best_of_splits=_best_of_splits(run.task, rows),
         config_hash=arm.hash,
         config=run_to_json(read_run(folder / "config.json")),
         environment=environment,
@@ -168,16 +178,9 @@ def _status(run: Run, evaluations: Rows, last: dict[str, Any]) -> str:
     limit = run.train.max_seconds
     over = last["step"] >= run.steps or (limit is not None and last["seconds"] >= limit)
     evaluated = evaluations[-1]["step"] >= last["step"]
-    if (over and evaluated) or any(_reached(run, row) for row in evaluations):
+    if (over and evaluated) or stop_reason(run, evaluations):
         return "done"
     return f"{last['step']} of {run.steps} steps"
-
-
-def _reached(run: Run, row: dict[str, Any]) -> bool:
-    """Whether an evaluation is as good as the run is to become."""
-    goal = run.train.stop_at
-    metric = next(metric for metric in run.task.metrics if metric.name == run.monitor)
-    return goal is not None and run.monitor in row and metric.reached(row[run.monitor], goal)
 
 
 def _best(run: Run, evaluations: Rows) -> dict[str, float]:
@@ -192,7 +195,6 @@ def _best(run: Run, evaluations: Rows) -> dict[str, float]:
 
 def _curve(plan: Plan, evaluations: Rows, steps: Rows) -> list[Point]:
     """At most POINTS of the evaluations, the last one included."""
-    stride = -(-len(evaluations) // POINTS)
     names = [metric.name for metric in plan.run.task.metrics]
     return [
         Point(
@@ -201,8 +203,74 @@ def _curve(plan: Plan, evaluations: Rows, steps: Rows) -> list[Point]:
             sequences=plan.sequences_by(row["step"]),
             values={name: row[name] for name in names if name in row},
         )
-        for row in evaluations[::-1][::stride][::-1]
+        for row in _thinned(evaluations)
     ]
+
+
+def _thinned(rows: Rows) -> Rows:
+    """At most POINTS of these rows, evenly spread, the last one included."""
+    stride = -(-len(rows) // POINTS) or 1
+    return rows[::-1][::stride][::-1]
+
+
+def _splits(task: Task, rows: Rows) -> dict[str, list[SplitPoint]]:
+    """The evaluations on each further split, without slices of many bins."""
+    found: dict[str, list[SplitPoint]] = {}
+    for split, own in _by_split(rows).items():
+        found[split] = [
+            SplitPoint(step=row["step"], totals=TotalsData.of(_few_bins(_totals(task, row))))
+            for row in _thinned(own)
+        ]
+    return found
+
+
+def _by_split(rows: Rows) -> dict[str, Rows]:
+    found: dict[str, Rows] = {}
+    for row in rows:
+        if row["kind"] == "split":
+            found.setdefault(row["split"], []).append(row)
+    return found
+
+
+def _totals(task: Task, row: dict[str, Any]) -> Totals:
+    return Totals.from_json(task.metrics, row["totals"])
+
+
+def _few_bins(totals: Totals) -> Totals:
+    slices = {
+        metric: {name: bins for name, bins in by.items() if len(bins) <= MOST_BINS}
+        for metric, by in totals.slices.items()
+    }
+    return Totals(totals.metrics, totals.all, slices, totals.sequences)
+
+
+def _best_of_splits(task: Task, rows: Rows) -> dict[str, SplitBest]:
+    """Of each further split the best of all its evaluations, metric by metric and bin by bin."""
+    found = {}
+    for split, own in _by_split(rows).items():
+        best = Totals(task.metrics)
+        for row in own:
+            _keep_best(best, _totals(task, row))
+        found[split] = SplitBest(evaluations=len(own), totals=TotalsData.of(best))
+    return found
+
+
+def _keep_best(best: Totals, other: Totals) -> None:
+    """Take over every number of `other` that is better."""
+    best.sequences = max(best.sequences, other.sequences)
+    for metric in best.metrics:
+        if metric.name in other.all:
+            _keep_better(metric, best.all, metric.name, other.all[metric.name])
+        for name, bins in other.slices.get(metric.name, {}).items():
+            mine = best.slices.setdefault(metric.name, {}).setdefault(name, {})
+            for key, sums in bins.items():
+                _keep_better(metric, mine, key, sums)
+
+
+def _keep_better(metric: Metric, kept: dict[str, Sums], key: str, new: Sums) -> None:
+    old = kept.get(key)
+    if new.w and (old is None or metric.is_better(new.mean, old.mean)):
+        kept[key] = new
 
 
 def _seconds(row: dict[str, Any], steps: Rows) -> float | None:

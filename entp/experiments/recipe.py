@@ -35,12 +35,22 @@ from entp.results.schema import (
     PaperValue,
     Record,
     Selector,
+    SliceValues,
     Table,
 )
 from entp.results.verdict import matches
 from entp.tasks.base import Task
 
-__all__ = ["Arm", "Check", "Figure", "PaperValue", "Recipe", "Table", "find_recipe"]
+__all__ = [
+    "Arm",
+    "Check",
+    "Figure",
+    "PaperValue",
+    "Recipe",
+    "SliceValues",
+    "Table",
+    "find_recipe",
+]
 TINY_TEST, TINY_GENERATED, TINY_SEEDS = 64, 32, 2
 """Sequences and seeds of tiny runs."""
 CURVES = Figure("curves")
@@ -55,15 +65,20 @@ class Arm:
     paper: Mapping[str, PaperValue]
     """Metric to the paper's value."""
     factors: Mapping[str, Factor]
+    authors: tuple[SliceValues, ...]
+    """The authors' values in bins of a slice."""
 
     def __init__(
         self,
         run: Run,
         seeds: Sequence[int] = (0,),
         paper: Mapping[str, PaperValue] | None = None,
+        *,
+        authors: Sequence[SliceValues] = (),
         **factors: Factor,
     ) -> None:
         values = {"run": run, "seeds": tuple(seeds), "paper": dict(paper or {}), "factors": factors}
+        values["authors"] = tuple(authors)
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -75,7 +90,10 @@ class Arm:
         return ", ".join([model, *rest] if model else rest)
 
     def as_tiny(self, tiny_run: Callable[[Run], Run]) -> Arm:
-        return Arm(tiny_run(self.run), self.seeds[:TINY_SEEDS], self.paper, **self.factors)
+        """The arm with a tiny run, whose bins are not those of the authors' values."""
+        return Arm(
+            tiny_run(self.run), self.seeds[:TINY_SEEDS], self.paper, authors=(), **self.factors
+        )
 
 
 MODEL = ("mode", "size")
@@ -97,6 +115,7 @@ class ArmRun:
     run: Run
     test_sequences: int
     generated_sequences: int
+    test_last: bool = False
 
     @property
     def name(self) -> str:
@@ -136,6 +155,8 @@ class Recipe:
     """Test sequences for the best checkpoint of a finished run."""
     generated_sequences: int = 0
     """Test sequences whose answers it also generates."""
+    test_last: bool = False
+    """Test the last checkpoint too, on the same sequences."""
     authors_curves: Mapping[str, AuthorsCurve] = field(default_factory=dict)
     """Label to the authors' curve, drawn in grey."""
     not_run: Mapping[str, str] = field(default_factory=dict)
@@ -158,9 +179,10 @@ class Recipe:
         return [
             ArmRun(
                 arm.label,
-                replace(arm.run, seed=own),
+                replace(arm.run, seed=own, task=arm.run.task.for_seed(own)),
                 self.test_sequences,
                 self.generated_sequences,
+                self.test_last,
             )
             for arm in self.arms
             for own in arm.seeds
@@ -171,7 +193,10 @@ class Recipe:
         """Its results before anything is run."""
         arms = {
             arm.label: ArmRecord(
-                factors=dict(arm.factors), paper=dict(arm.paper), seeds=list(arm.seeds)
+                factors=dict(arm.factors),
+                paper=dict(arm.paper),
+                authors=list(arm.authors),
+                seeds=list(arm.seeds),
             )
             for arm in self.arms
         }
@@ -254,6 +279,19 @@ def _arm_problems(recipe: Recipe) -> Iterator[str]:
                 yield _unknown(f"metric in paper of arm {arm.label!r}", metric, known)
             elif not isinstance(paper, PaperValue):
                 yield f"paper of arm {arm.label!r} has {paper!r}: it must be a PaperValue"
+        yield from _authors_problems(arm)
+
+
+def _authors_problems(arm: Arm) -> Iterator[str]:
+    metrics = {metric.name: metric for metric in arm.run.task.metrics}
+    for values in arm.authors:
+        if not isinstance(values, SliceValues):
+            yield f"authors of arm {arm.label!r} has {values!r}: it must be SliceValues"
+        elif values.metric not in metrics:
+            yield _unknown(f"metric in authors of arm {arm.label!r}", values.metric, metrics)
+        elif values.by not in metrics[values.metric].slices:
+            slices = metrics[values.metric].slices
+            yield _unknown(f"slice in authors of arm {arm.label!r}", values.by, slices)
 
 
 def _unknown(what: str, got: object, allowed: object) -> str:
@@ -326,6 +364,8 @@ def _table_problems(recipe: Recipe) -> Iterator[str]:
         names = getattr(recipe.table, part)
         strangers = [name for name in names if name not in allowed]
         yield from (_unknown(f"factor in table.{part}", name, allowed) for name in strangers)
+    if recipe.table.versus and recipe.table.versus not in factors:
+        yield _unknown("factor in table.versus", recipe.table.versus, factors)
 
 
 def _factors(recipe: Recipe) -> set[str]:
@@ -339,16 +379,18 @@ def _figure_problems(recipe: Recipe) -> Iterator[str]:
         named = [*figure.lines, *figure.where, *([figure.panels] if figure.panels else [])]
         yield from (_unknown("factor in figure", n, factors) for n in named if n not in factors)
         slices = {name for y in figure.y or metrics if y in metrics for name in metrics[y].slices}
-        allowed = {"slices": factors | slices, "grid": factors}.get(figure.kind)
+        allowed = factors | slices if figure.kind in ("slices", "grid") else None
         if allowed is not None and figure.x not in allowed:
             yield _unknown(f"x of a figure of {figure.kind}", figure.x, sorted(allowed))
 
 
 def _check_problems(recipe: Recipe) -> Iterator[str]:
-    metrics, factors = [metric.name for metric in recipe.metrics], _factors(recipe)
+    metrics, factors = {metric.name: metric for metric in recipe.metrics}, _factors(recipe)
     for check in recipe.checks:
         if check.metric not in metrics:
             yield _unknown("metric in a check", check.metric, metrics)
+        elif check.by and check.by not in metrics[check.metric].slices:
+            yield _unknown("slice in a check", check.by, metrics[check.metric].slices)
         strangers = [name for name in check.same if name not in factors]
         yield from (_unknown("factor in a check", name, factors) for name in strangers)
         sides = [check.left, check.right] if isinstance(check.right, Mapping) else [check.left]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from entp.report.panels import lines, panels, words
+from entp.report.panels import lines, panels, values_label
 from entp.results.schema import Figure, Record
 from entp.results.summary import estimate
 
@@ -19,7 +19,7 @@ def draw_bars(figure: Any, record: Record, spec: Figure) -> None:
         named: list[str] = []
         for line in lines(record, spec, panel.arms):
             for arm in line.arms:
-                found = estimate(record, arm, metric)
+                found = estimate(record, arm, metric, spec.source)
                 if found is None:
                     continue
                 at = len(named)
@@ -30,5 +30,6 @@ def draw_bars(figure: Any, record: Record, spec: Figure) -> None:
                 if metric in arm.paper:
                     axis.plot(arm.paper[metric].value, at, "k|", markersize=14)
         axis.set_yticks(range(len(named)), named, fontsize=7)
-        axis.set(xlabel=f"test {words(metric)} (|: the paper's)", title=panel.title)
+        label = f"{values_label(record, spec, panel.metric)} (|: the paper's)"
+        axis.set(xlabel=label, title=panel.title)
     axes[0].invert_yaxis()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from entp.report.style import BENCH, GREY, mode_style, new_figure, save_figure
+from entp.report.style import BENCH, DASHES, GREY, MARKERS, mode_style, new_figure, save_figure
 from entp.results.sections import read_sections
 
 Panel = Callable[[Any, dict[str, Any]], None]
@@ -147,6 +147,32 @@ def _draw_growth(axis: Any, section: dict[str, Any], what: str, mode: str, scale
     axis.loglog(upper, drawn, linestyle="--", linewidth=1, color=colour)
 
 
+def _sweep(axis: Any, section: dict[str, Any]) -> None:
+    """Steps per second over the number of runs at a time, a line per mode and way."""
+    rows = [row for row in section["runs"] if row["median"] is not None]
+    ways = list(dict.fromkeys(row["how"] for row in rows))
+    for mode in dict.fromkeys(row["mode"] for row in rows):
+        for at, how in enumerate(ways):
+            line = [row for row in rows if (row["mode"], row["how"]) == (mode, how)]
+            axis.plot(
+                [row["runs"] for row in line],
+                [row["median"] for row in line],
+                marker=MARKERS[at % len(MARKERS)],
+                linestyle=DASHES[at % len(DASHES)],
+                color=BENCH[mode],
+                label=f"{mode}, {how}",
+            )
+    counts = sorted({row["runs"] for row in rows})
+    axis.set(xscale="log", yscale="log", xlabel="runs at a time", ylabel="steps per second (log)")
+    axis.set_xticks(counts, [str(count) for count in counts])
+    axis.set_xticks([], minor=True)
+    axis.yaxis.set_major_formatter("{x:g}")
+    config = section["config"]
+    title = f"{config['size']}, {config['batch_size']} sequences of {config['tokens']} tokens"
+    axis.set_title(f"all runs together; {title}", fontsize=9)
+    axis.legend(fontsize=7)
+
+
 PANELS: dict[str, list[Panel]] = {
     "step": [_step_times, _step_memory],
     "generate": [_generation],
@@ -155,6 +181,7 @@ PANELS: dict[str, list[Panel]] = {
         _growth("token", 1e3, "ms per generated token (log)"),
         _growth("memory", 2**-20, "peak memory of a step, MiB (log)"),
     ],
+    "sweep": [_sweep],
 }
 """The panels of each section."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from entp.report.panels import Line, Panel, lines, one_legend, panels, set_values_axis
 from entp.report.style import DASHES, GREY
-from entp.results.schema import AuthorsCurve, Figure, Point, Record, RunRecord
+from entp.results.schema import AuthorsCurve, Figure, MetricSpec, Point, Record, RunRecord
 
 SCALES = {"steps": 1e3, "seconds": 1.0, "sequences": 1e6}
 NAMES = {
@@ -19,24 +19,37 @@ NAMES = {
 
 def draw_curves(figure: Any, record: Record, spec: Figure) -> None:
     """A panel per metric: a colour per arm, a line per seed, the authors' curves in grey, the
-    paper's values dotted."""
+    paper's values dotted. A metric that validation does not measure is that of the evaluations on
+    the test during training, where there are some."""
     shown = panels(record, spec)
     axes = figure.subplots(1, len(shown), squeeze=False)[0]
     for axis, panel in zip(axes, shown, strict=True):
         draw_authors(axis, record, spec, panel.metric.name)
+        on_test = _is_on_test(panel)
         for line in lines(record, spec, panel.arms):
-            draw_line(axis, line, panel.metric.name, spec.x)
-        _name_axes(axis, panel, spec)
+            draw_line(axis, line, panel.metric.name, spec.x, panel.metric if on_test else None)
+        _name_axes(axis, panel, spec, "test" if on_test else "validation")
     one_legend(figure, axes)
 
 
-def draw_line(axis: Any, line: Line, metric: str, x: str = "") -> None:
-    """The curve of every seed of a line's arms."""
+def _is_on_test(panel: Panel) -> bool:
+    """Whether a metric was measured by evaluations on the test, and not by validation."""
+    runs, name = [run for arm in panel.arms.values() for run in arm.runs], panel.metric.name
+    if any(name in point.values for run in runs for point in run.curve):
+        return False
+    return any(name in point.totals.all for run in runs for point in run.splits.get("test", []))
+
+
+def draw_line(
+    axis: Any, line: Line, metric: str, x: str = "", on_test: MetricSpec | None = None
+) -> None:
+    """The curve of every seed of a line's arms; with `on_test`, of the evaluations on the test."""
     label: str | None = line.label
     style = {key: value for key, value in line.style.items() if key != "marker"}
     for arm in line.arms:
         for run in arm.runs:
-            axis.plot(*points(run, metric, x), label=label, linewidth=1.4, **style)
+            shown = points(run, metric, x) if on_test is None else points_on_test(run, on_test, x)
+            axis.plot(*shown, label=label, linewidth=1.4, **style)
             label = None
         if metric in arm.paper and arm.runs:
             dotted = {"linestyle": ":", "linewidth": 1, "alpha": 0.7, "color": style["color"]}
@@ -50,6 +63,20 @@ def points(run: RunRecord, metric: str, x: str = "") -> tuple[list[float], list[
         for point in run.curve
         if metric in point.values and (at := _at(point, x)) is not None
     ]
+    return [at for at, _ in found], [value for _, value in found]
+
+
+def points_on_test(
+    run: RunRecord, metric: MetricSpec, x: str = ""
+) -> tuple[list[float], list[float]]:
+    """The same of the evaluations on the test during training."""
+    known = {point.step: point for point in run.curve}
+    found = []
+    for split in run.splits.get("test", []):
+        totals, point = split.totals.totals([metric]), known.get(split.step)
+        at = _at(point, x) if point is not None else None
+        if at is not None and metric.name in totals.all and totals.all[metric.name].w:
+            found.append((at / SCALES[x or "steps"], totals.value(metric.name)))
     return [at for at, _ in found], [value for _, value in found]
 
 
@@ -77,14 +104,14 @@ def draw_authors_curve(
     axis.plot(at, curve.values[metric], label=label, **style)
 
 
-def _name_axes(axis: Any, panel: Panel, spec: Figure) -> None:
+def _name_axes(axis: Any, panel: Panel, spec: Figure, what: str) -> None:
     runs = [run for arm in panel.arms.values() for run in arm.runs]
     xlabel = NAMES[spec.x or "steps"]
     if (spec.x or "steps") == "steps":
         xlabel += batch_sizes(runs)
     axis.set(xlabel=xlabel, title=panel.title)
     values = [v for line in axis.get_lines() for v in line.get_ydata()]
-    set_values_axis(axis, panel.metric, values, "validation")
+    set_values_axis(axis, panel.metric, values, what)
 
 
 def batch_sizes(runs: list[RunRecord]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from entp.report.bars import draw_bars
 from entp.report.curves import draw_curves
-from entp.report.grid import draw_grid
+from entp.report.grid import draw_grid, grid_shape
 from entp.report.panels import panels, plain
 from entp.report.slices import draw_slices
 from entp.report.style import new_figure, save_figure
@@ -28,11 +28,12 @@ def draw_record(record: Record, path: Path) -> bool:
     anything is run."""
     if not record.figures or not any(arm.runs for arm in record.arms.values()):
         return False
-    widest = max(len(panels(record, spec)) for spec in record.figures)
-    figure = new_figure(1 + 4.3 * max(2, widest), 4.4 * len(record.figures))
+    shapes = [_shape(record, spec) for spec in record.figures]
+    heights, widest = [rows for rows, _ in shapes], max(columns for _, columns in shapes)
+    figure = new_figure(1 + 4.3 * max(2, widest), 4.4 * sum(heights))
     if figure is None:
         return False
-    rows = figure.subfigures(len(record.figures), 1, squeeze=False)[:, 0]
+    rows = figure.subfigures(len(shapes), 1, squeeze=False, height_ratios=heights)[:, 0]
     for row, spec in zip(rows, record.figures, strict=True):
         KINDS[spec.kind](row, record, spec)
     dotted = any(arm.paper and arm.runs for arm in record.arms.values())
@@ -40,3 +41,8 @@ def draw_record(record: Record, path: Path) -> bool:
     figure.suptitle(plain(record.title) + note, fontsize=10)
     save_figure(figure, path)
     return True
+
+
+def _shape(record: Record, spec: Figure) -> tuple[int, int]:
+    """Rows and columns of the panels of a figure."""
+    return grid_shape(record, spec) if spec.kind == "grid" else (1, len(panels(record, spec)))

@@ -16,6 +16,7 @@ from entp.report.figures import draw_record
 from entp.report.summary import draw_summary
 from entp.report.tables import (
     TableText,
+    about_versus,
     arms_table,
     baselines_table,
     escape,
@@ -23,10 +24,11 @@ from entp.report.tables import (
     markdown_table,
     seeds_table,
     slice_tables,
+    versus_table,
 )
-from entp.results.schema import ArmRecord, Record
+from entp.results.schema import ArmRecord, Record, Source
 from entp.results.store import complete, find_records
-from entp.results.summary import estimate
+from entp.results.summary import estimate, sources_of
 
 HEAD = """# Results
 
@@ -41,6 +43,14 @@ seed, device, versions, commit and date.
 - **Seconds**: of training, evaluations included, by the code of the run's own commit; later code
   may be faster.
 """
+MORE: dict[Source, str] = {
+    "last": "- **Last checkpoint**: on the same test sequences as the best one.",
+    "best": (
+        "- **Best on the test itself**: of each number the best of all evaluations on test "
+        "sequences\n  during training. The test chose them, and no one checkpoint has them all."
+    ),
+}
+"""What the page says at its beginning where a record has such values."""
 
 
 def write_report(results: Path, out: Path) -> str:
@@ -68,7 +78,12 @@ def page(records: dict[Path, Record], beside: Path) -> str:
     told = [[record.recipe, record.question, verdict_text(record)] for record in found.values()]
     index = markdown_table(TableText(["recipe", "question", "verdict"], told))
     sections = [_section(record, path, beside) for path, record in found.items()]
-    return "\n".join([HEAD, *index, ""]) + "".join(sections)
+    return "\n".join([_head(list(found.values())), *index, ""]) + "".join(sections)
+
+
+def _head(records: list[Record]) -> str:
+    there = {source for record in records for source in sources_of(record)}
+    return HEAD + "".join(f"{text}\n" for source, text in MORE.items() if source in there)
 
 
 def verdict_text(record: Record) -> str:
@@ -111,13 +126,22 @@ def _tables(record: Record) -> list[str]:
         lines = [f"{escape(_about_grid(record))}\n", *lines]
     titled = {f"Test {name}": table for name, table in slice_tables(record).items()}
     for title, table in {
+        about_versus(record): versus_table(record),
         **titled,
         "Each seed": seeds_table(record),
         "Answers without a model": baselines_table(record),
     }.items():
         if table is not None:
             lines += [f"\n{escape(title)}:\n", *markdown_table(table)]
-    return lines
+    return lines + _authors(record)
+
+
+def _authors(record: Record) -> list[str]:
+    """Where the authors' values of slices are from, each place once."""
+    places = [one.told_in for arm in record.arms.values() for one in arm.authors if one.told_in]
+    if not places:
+        return []
+    return [f"\nRows of the authors: {escape('; '.join(dict.fromkeys(places)))}."]
 
 
 def _about_grid(record: Record) -> str:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from entp.report.style import UNIT, arm_colours, line_styles
 from entp.results.schema import ArmRecord, Factor, Figure, MetricSpec, Record
+from entp.results.summary import source_label
 from entp.results.verdict import select
 
 Key = tuple[Factor, ...]
@@ -78,6 +79,15 @@ def factor_text(name: str, value: Factor) -> str:
         return plain(value)
     number = f"{value:g}" if isinstance(value, float) else str(value)
     return f"{words(name)} {number}"
+
+
+def values_label(record: Record, spec: Figure, metric: MetricSpec) -> str:
+    """What a figure shows: "test exact match", and below it of what, if not of the best
+    checkpoint."""
+    text = f"test {words(metric.name)}"
+    if spec.source == "test":
+        return text
+    return f"{text}\n({source_label(record, spec.source)})".replace(", ", ",\n")
 
 
 def words(name: str) -> str:

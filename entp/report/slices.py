@@ -3,15 +3,27 @@ metric."""
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import cycle
+from typing import Any, TypeVar
 
-from entp.report.panels import Line, Panel, lines, one_legend, panels, set_values_axis, words
+from entp.report.panels import (
+    Line,
+    Panel,
+    lines,
+    one_legend,
+    panels,
+    set_values_axis,
+    values_label,
+    words,
+)
+from entp.report.style import DASHES, GREY
 from entp.results.schema import Estimate, Factor, Figure, Record
-from entp.results.summary import estimate, sliced
+from entp.results.summary import authors_values, estimate, sliced
 
 
 def draw_slices(figure: Any, record: Record, spec: Figure) -> None:
-    """A panel per metric, a line per value of the line factors, with intervals."""
+    """A panel per metric, a line per value of the line factors, with intervals; the authors' values
+    in grey, the paper's dotted."""
     shown = panels(record, spec)
     axes = figure.subplots(1, len(shown), squeeze=False)[0]
     for axis, panel in zip(axes, shown, strict=True):
@@ -33,19 +45,29 @@ def draw_panel(axis: Any, record: Record, spec: Figure, panel: Panel) -> None:
             style["marker"] = None
         axis.plot(at, means, label=line.label, **style)
         _draw_intervals(axis, found, style)
+        values += _draw_paper(axis, record, spec, panel, line)
+    values += _draw_authors(axis, record, spec, panel)
     axis.set(xlabel=words(spec.x), title=panel.title)
-    if is_factor(record, spec) and ticks and not isinstance(ticks[0], str):
-        _set_ticks(axis, sorted(ticks))
+    numbers = sorted(x for x in ticks if not isinstance(x, str))
+    if len(numbers) == len(ticks) > 0:
+        if is_factor(record, spec):
+            _set_ticks(axis, numbers)
+        elif len(numbers) <= FEW:
+            axis.set_xticks(numbers, [f"{x:g}" for x in numbers])
     set_values_axis(axis, panel.metric, values, "test")
+    axis.set_ylabel(values_label(record, spec, panel.metric))
 
 
+Value = TypeVar("Value")
 FEW = 16
 """Points of a line that get markers."""
+LARGE = 100
+"""Whole numbers from here on may stand on a log scale."""
 
 
 def _set_ticks(axis: Any, ticks: list[Any]) -> None:
-    """The values that there are; on a log scale, where they span more than tenfold."""
-    if 0 < ticks[0] < ticks[-1] / 7 and isinstance(ticks[0], float):
+    """The values that there are; on a log scale, where they span more than sevenfold."""
+    if 0 < ticks[0] < ticks[-1] / 7 and (isinstance(ticks[0], float) or ticks[0] >= LARGE):
         axis.set_xscale("log")
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set_xticks([], minor=True)
@@ -56,13 +78,49 @@ def line_points(record: Record, spec: Figure, panel: Panel, line: Line) -> dict[
     found: dict[Factor, Estimate] = {}
     for arm in line.arms:
         if is_factor(record, spec):
-            one = estimate(record, arm, panel.metric.name)
+            one = estimate(record, arm, panel.metric.name, spec.source)
             if one is not None and spec.x in arm.factors:
                 found[arm.factors[spec.x]] = one
         else:
-            bins = sliced(record, arm, panel.metric.name, spec.x)
+            bins = sliced(record, arm, panel.metric.name, spec.x, spec.source)
             found |= {_number(key): one for key, one in bins.items()}
+    return _in_order(found)
+
+
+def _in_order(found: dict[Factor, Value]) -> dict[Factor, Value]:
+    """Numbers by size, then texts."""
     return dict(sorted(found.items(), key=lambda item: (isinstance(item[0], str), item[0])))
+
+
+def _draw_paper(axis: Any, record: Record, spec: Figure, panel: Panel, line: Line) -> list[float]:
+    """The paper's values of a line against a factor, dotted; returns them."""
+    metric = panel.metric.name
+    if not is_factor(record, spec):
+        return []
+    told = [arm for arm in line.arms if metric in arm.paper and spec.x in arm.factors]
+    found = _in_order({arm.factors[spec.x]: arm.paper[metric].value for arm in told})
+    if found:
+        style = {"linestyle": ":", "marker": "x", "markersize": 4, "color": line.style["color"]}
+        axis.plot(list(found), list(found.values()), linewidth=1, **style)
+    return list(found.values())
+
+
+def _draw_authors(axis: Any, record: Record, spec: Figure, panel: Panel) -> list[float]:
+    """The authors' values against a slice, in grey; returns them."""
+    drawn: list[float] = []
+    if is_factor(record, spec):
+        return drawn
+    dashes = cycle(DASHES)
+    for line in lines(record, spec, panel.arms):
+        for arm in line.arms:
+            told = authors_values(arm, panel.metric.name, spec.x, spec.source)
+            found = _in_order({_number(key): value for key, value in told.items()})
+            if found:
+                style = {"color": GREY, "marker": ".", "linewidth": 1.6, "zorder": 0}
+                style |= {"linestyle": next(dashes), "label": f"authors: {line.label}"}
+                axis.plot(list(found), list(found.values()), **style)
+                drawn += found.values()
+    return drawn
 
 
 def is_factor(record: Record, spec: Figure) -> bool:

@@ -7,16 +7,34 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from entp.results.schema import ArmRecord, Estimate, Factor, MetricSpec, Record
-from entp.results.summary import best, estimate, run_totals, sliced, status
+from entp.results.schema import ArmRecord, Estimate, Factor, MetricSpec, Record, Source
+from entp.results.summary import (
+    authors_values,
+    best,
+    estimate,
+    run_totals,
+    sliced,
+    source_label,
+    sources_of,
+    status,
+    values_of,
+)
+from entp.stats import welch_interval, welch_test
 from entp.terminal import format_table
 
 NONE = "-"
 MOST_BINS = 20
 """Bins of a slice that a table shows; of more, only the figure tells."""
+COLUMNS: dict[Source, str] = {
+    "generated": "generated {}",
+    "last": "last checkpoint's {}",
+    "best": "best {} on the test itself",
+}
+"""The columns of sources besides the best checkpoint."""
 
 
 class TableText(NamedTuple):
@@ -25,13 +43,17 @@ class TableText(NamedTuple):
 
 
 def record_table(record: Record) -> str:
-    """The table paper | ours for the terminal, and the verdict; a dash where there is no number."""
+    """The table paper | ours for the terminal, the verdict, and the arms that differ in one factor
+    compared over seeds; a dash where there is no number."""
     shown = arms_table(record, brief=True)
     parts = [format_table(shown.head, shown.rows)]
     if record.verdict is not None:
         parts.append(f"verdict: {record.verdict.verdict}")
         parts += [f"  {one.outcome}: {one.says}" for one in record.verdict.checks]
     parts += [f"not run: {label} ({why})" for label, why in record.not_run.items()]
+    compared = versus_table(record)
+    if compared is not None:
+        parts += ["", about_versus(record), "", format_table(compared.head, compared.rows)]
     return "\n".join(parts)
 
 
@@ -46,10 +68,10 @@ def arms_table(record: Record, brief: bool = False) -> TableText:
     head = ["arm", "status", "seeds", "steps", "seconds"]
     for metric in record.metrics:
         head += [f"{_title(metric)}: {part}" for part in parts[metric.name]]
-    generated = _any_generated(record)
+    more = [source for source in sources_of(record) if source in COLUMNS]
     head += [f"95 % interval of test {_title(first)}"]
-    head += [f"generated {_title(first)}"] if generated else []
-    rows = [_arm_row(record, label, parts, generated) for label in record.arms]
+    head += [COLUMNS[source].format(_title(first)) for source in more]
+    rows = [_arm_row(record, label, parts, more) for label in record.arms]
     return TableText(head, rows)
 
 
@@ -64,12 +86,9 @@ def _parts(told: bool, brief: bool) -> list[str]:
     return ["test"] if brief else ["validation", "test"]
 
 
-def _any_generated(record: Record) -> bool:
-    runs = [run for arm in record.arms.values() for run in arm.runs]
-    return any(run.test is not None and run.test.generated is not None for run in runs)
-
-
-def _arm_row(record: Record, label: str, parts: dict[str, list[str]], generated: bool) -> list[str]:
+def _arm_row(
+    record: Record, label: str, parts: dict[str, list[str]], more: list[Source]
+) -> list[str]:
     arm, first = record.arms[label], record.metrics[0]
     row = [label, status(arm), str(len(arm.runs))]
     row += [span([run.steps for run in arm.runs]), span([round(r.seconds) for r in arm.runs])]
@@ -82,9 +101,7 @@ def _arm_row(record: Record, label: str, parts: dict[str, list[str]], generated:
         }
         row += [texts[part] for part in parts[metric.name]]
     row.append(interval_text(estimate(record, arm, first.name), first))
-    if generated:
-        row.append(mean_text(estimate(record, arm, first.name, "generated"), first))
-    return row
+    return row + [mean_text(estimate(record, arm, first.name, s), first) for s in more]
 
 
 def span(values: list[int]) -> str:
@@ -182,31 +199,96 @@ def _cell(record: Record, arm: ArmRecord, metrics: list[MetricSpec]) -> str:
 
 
 def slice_tables(record: Record) -> dict[str, TableText]:
-    """For each metric and slice of few bins, "exact match by digits": arms by bins. None where the
-    recipe has a table of its own."""
+    """For each metric, slice of few bins and source, "exact match by digits, last checkpoint": arms
+    by bins, each with the authors' values below it. None where the recipe has a grid of its own."""
     found: dict[str, TableText] = {}
-    if record.table is not None:
+    if record.table is not None and record.table.rows:
         return found
     for metric in record.metrics:
         for by in metric.slices:
-            shown = _slice_table(record, metric, by)
-            if shown is not None:
-                found[f"{_title(metric)} by {by}"] = shown
+            for source in sources_of(record):
+                shown = _slice_table(record, metric, by, source)
+                if shown is not None:
+                    which = "" if source == "test" else f", {source_label(record, source)}"
+                    found[f"{_title(metric)} by {by}{which}"] = shown
     return found
 
 
-def _slice_table(record: Record, metric: MetricSpec, by: str) -> TableText | None:
-    bins = {label: sliced(record, arm, metric.name, by) for label, arm in record.arms.items()}
-    keys = list(dict.fromkeys(key for found in bins.values() for key in found))
-    if not 0 < len(keys) <= MOST_BINS:
+def _slice_table(record: Record, metric: MetricSpec, by: str, source: Source) -> TableText | None:
+    """None without values of ours, or with too many bins."""
+    rows: list[tuple[str, dict[str, float]]] = []
+    ours = 0
+    for label, arm in record.arms.items():
+        found = sliced(record, arm, metric.name, by, source)
+        ours += len(found)
+        rows.append((label, {key: one.mean for key, one in found.items()}))
+        rows.append((f"authors, {label}", authors_values(arm, metric.name, by, source)))
+    keys = sorted(dict.fromkeys(key for _, cells in rows for key in cells), key=_in_order)
+    if not ours or len(keys) > MOST_BINS:
         return None
-    keys.sort(key=_in_order)
-    rows = [
-        [label, *(mean_text(found.get(key), metric) for key in keys)]
-        for label, found in bins.items()
-        if found
+    body = [
+        [label, *(number(cells[key], metric) if key in cells else NONE for key in keys)]
+        for label, cells in rows
+        if cells
     ]
-    return TableText(["arm", *keys], rows)
+    return TableText(["arm", *keys], body)
+
+
+def versus_table(record: Record) -> TableText | None:
+    """Arms that differ in the factor `table.versus` alone, compared over their seeds: a row for
+    each pair and metric. None where the recipe asks for none, or no pair has values yet."""
+    rows = []
+    for label, other in _pairs(record):
+        for metric in map(record.metric, _cells(record)):
+            ours, theirs = (
+                values_of(record, record.arms[one], metric.name) for one in (label, other)
+            )
+            if ours and theirs:
+                rows.append([label, other, _title(metric), *_compared(ours, theirs, metric)])
+    if not rows:
+        return None
+    head = ["arm", "against", "metric", "mean, sd, n", "mean, sd, n of the other"]
+    return TableText([*head, "difference", "95 % interval", "p"], rows)
+
+
+def about_versus(record: Record) -> str:
+    """What the comparison is."""
+    name = record.table.versus if record.table is not None else ""
+    return (
+        f"Arms that differ in {name.replace('_', ' ')} alone, over seeds (sd: standard deviation; "
+        "interval of the difference and two-sided p: Welch)"
+    )
+
+
+def _pairs(record: Record) -> Iterator[tuple[str, str]]:
+    """Labels of arms that agree in all factors but one: its first value with each other one."""
+    name = record.table.versus if record.table is not None else ""
+    having = {label: arm.factors for label, arm in record.arms.items() if name in arm.factors}
+    first = next((factors[name] for factors in having.values()), None)
+    for label in (label for label, factors in having.items() if factors[name] == first):
+        rest = {**having[label], name: ""}
+        for other, factors in having.items():
+            if other != label and {**factors, name: ""} == rest:
+                yield label, other
+
+
+def _compared(ours: list[float], theirs: list[float], metric: MetricSpec) -> list[str]:
+    """The spread of both, their difference with its interval, and p."""
+    difference = statistics.fmean(ours) - statistics.fmean(theirs)
+    interval, p = welch_interval(ours, theirs), welch_test(ours, theirs)
+    return [
+        _spread(ours, metric),
+        _spread(theirs, metric),
+        number(difference, metric),
+        NONE if interval is None else " to ".join(number(end, metric) for end in interval),
+        NONE if p is None else f"{p:.2g}",
+    ]
+
+
+def _spread(values: list[float], metric: MetricSpec) -> str:
+    """Mean, standard deviation and number of seeds."""
+    sd = number(statistics.stdev(values), metric) if len(values) > 1 else NONE
+    return f"{number(statistics.fmean(values), metric)}, {sd}, {len(values)}"
 
 
 def _in_order(key: str) -> tuple[bool, float, str]:
@@ -220,20 +302,22 @@ def _in_order(key: str) -> tuple[bool, float, str]:
 def seeds_table(record: Record) -> TableText | None:
     """What each seed has on test sequences, for arms of several; None without such arms."""
     first = record.metrics[0]
+    there = sources_of(record)
+    shown: list[Source] = ["test", "generated", *(s for s in there if s in ("last", "best"))]
     rows = []
     for label, arm in record.arms.items():
         for run in arm.runs if len(arm.runs) > 1 else []:
-            tested, generated = run_totals(record, run), run_totals(record, run, "generated")
+            tested = run_totals(record, run)
             values = [
                 NONE
                 if totals is None or first.name not in totals.all
                 else number(totals.value(first.name), first)
-                for totals in (tested, generated)
+                for totals in (run_totals(record, run, source) for source in shown)
             ]
             n = NONE if tested is None else f"{tested.sequences:,}"
             rows.append([label, str(run.seed), *values, n, f"{run.seconds:.0f}"])
-    title = _title(first)
-    head = ["arm", "seed", f"test {title}", f"generated {title}", "test sequences", "seconds"]
+    named = [COLUMNS.get(source, "test {}").format(_title(first)) for source in shown]
+    head = ["arm", "seed", *named, "test sequences", "seconds"]
     return TableText(head, rows) if rows else None
 
 

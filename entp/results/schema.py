@@ -33,6 +33,9 @@ VERSION = 2
 """Of files of results. The first had no number."""
 AXES = ("steps", "seconds", "sequences")
 """What curves are drawn against."""
+Source = Literal["test", "generated", "last", "best"]
+"""What test values are of: the best checkpoint, answers that it generates, the last checkpoint, or
+of every number the best of all evaluations on the test itself."""
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -71,6 +74,20 @@ class PaperValue:
 
 
 @dataclass(frozen=True, config=STRICT)
+class SliceValues:
+    """Numbers of the authors in bins of a slice, and where they stand."""
+
+    metric: str
+    by: str
+    """The slice."""
+    values: Mapping[str, float]
+    """Bin to value."""
+    source: Source = "test"
+    """Which of ours they compare with."""
+    told_in: str = ""
+
+
+@dataclass(frozen=True, config=STRICT)
 class Table:
     """A grid of arms. Without rows, the table has a row for each arm instead."""
 
@@ -80,6 +97,9 @@ class Table:
     """Factors whose values make a column."""
     cells: Names = ()
     """Metrics in each cell. None: the first."""
+    versus: str = ""
+    """A factor: arms that differ in it alone are compared over their seeds, its first value with
+    each other one."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -88,10 +108,11 @@ class Figure:
 
     kind: Literal["curves", "slices", "grid", "bars"]
     """curves: validation against steps, seconds or sequences. slices: test values against a factor
-    or against a slice of the metric. grid: a heat map of arms. bars: a bar for each arm."""
+    or against a slice of the metric. grid: a heat map of arms; of a slice whose bins are pairs such
+    as 11x3, a heat map for each arm. bars: a bar for each arm."""
     x: str = ""
     """curves: steps (default), seconds or sequences. slices: a factor, or a slice of the metric.
-    grid: the factor of the columns."""
+    grid: the factor of the columns, or a slice of pairs."""
     y: Names = ()
     """Metrics, a panel for each. None: all of the record."""
     lines: Names = ()
@@ -100,6 +121,8 @@ class Figure:
     """A factor with a panel for each of its values; x is then a slice, if both have one name."""
     where: Selector = dataclasses.field(default_factory=dict)
     """Only these arms."""
+    source: Source = "test"
+    """Which test values; curves have none."""
 
     def __post_init__(self) -> None:
         if self.kind == "curves" and self.x not in ("", *AXES):
@@ -122,6 +145,16 @@ class Check:
     """Factors in which two arms must agree to be compared."""
     p: float | None = None
     """Seeds must make it this unlikely to be chance: Welch's test, or Student's for a number."""
+    source: Source = "test"
+    """Which test values."""
+    by: str = ""
+    """A slice of the metric, for a statement about one of its bins."""
+    bin: str = ""
+    """That bin."""
+
+    def __post_init__(self) -> None:
+        if bool(self.by) != bool(self.bin):
+            raise ValueError(f"by is {self.by!r} and bin {self.bin!r}: give both, or neither")
 
 
 class Part(BaseModel):
@@ -181,6 +214,9 @@ class RunTest(Part):
     totals: TotalsData
     generated: TotalsData | None = None
     """Answers that the model generated, reading what it wrote itself."""
+    last: TotalsData | None = None
+    """The last checkpoint on the same sequences."""
+    last_checkpoint: str = ""
     baselines: dict[str, TotalsData] = {}
     note: str = ""
     """What a reader must know about the test sequences."""
@@ -195,6 +231,22 @@ class Point(Part):
     sequences: int
     """Read in training."""
     values: dict[str, float]
+
+
+class SplitPoint(Part):
+    """One evaluation on a further split during training."""
+
+    step: int
+    totals: TotalsData
+    """Without slices of many bins."""
+
+
+class SplitBest(Part):
+    """Of every metric and bin the best of all evaluations on a split during training. No checkpoint
+    has them all, and the split itself chose them."""
+
+    evaluations: int
+    totals: TotalsData
 
 
 class RunRecord(Part):
@@ -212,6 +264,9 @@ class RunRecord(Part):
     sequences: int
     seconds: float
     curve: Annotated[list[Point], Len(1)]
+    splits: dict[str, list[SplitPoint]] = {}
+    """Evaluations on further splits, as many as the curve has."""
+    best_of_splits: dict[str, SplitBest] = {}
     config_hash: str
     config: dict[str, Any]
     environment: Environment
@@ -245,6 +300,9 @@ class ArmSummary(Part):
     status: str
     test: dict[str, Estimate] = {}
     generated: dict[str, Estimate] = {}
+    last: dict[str, Estimate] = {}
+    best: dict[str, Estimate] = {}
+    """Of the best evaluations on the test itself."""
     validation: dict[str, Estimate] = {}
 
 
@@ -253,6 +311,7 @@ class ArmRecord(Part):
 
     factors: dict[str, Factor]
     paper: dict[str, PaperValue] = {}
+    authors: list[SliceValues] = []
     seeds: list[int]
     """Planned."""
     summary: ArmSummary | None = None
@@ -317,6 +376,7 @@ class Record(Part):
         named += [*(self.table.cells if self.table else ()), *(c.metric for c in self.checks)]
         for curve in self.authors_curves.values():
             named += list(curve.values)
+        named += [values.metric for arm in self.arms.values() for values in arm.authors]
         strangers = [name for name in named if name not in known]
         if strangers:
             raise ValueError(f"it is about {strangers[0]!r}, which is not in metrics")
@@ -335,12 +395,13 @@ class Record(Part):
 def measured(run: RunRecord) -> set[str]:
     """Names of all metrics of a run."""
     found = set(run.best).union(*(point.values for point in run.curve))
-    if run.test is None:
-        return found
-    tested = [run.test.totals, *run.test.baselines.values()]
-    if run.test.generated is not None:
-        tested.append(run.test.generated)
-    return found.union(*(totals.all for totals in tested), *(totals.slices for totals in tested))
+    totals = [point.totals for points in run.splits.values() for point in points]
+    totals += [best.totals for best in run.best_of_splits.values()]
+    if run.test is not None:
+        more = (run.test.generated, run.test.last)
+        totals += [run.test.totals, *run.test.baselines.values()]
+        totals += [one for one in more if one is not None]
+    return found.union(*(one.all for one in totals), *(one.slices for one in totals))
 
 
 Kind = TypeVar("Kind", bound=BaseModel)

@@ -2,6 +2,7 @@
 
 results/engine_speed.json    {"step": {...}, "generate": {...}, "scaling": {...}}, each with its
                              machine, commit and date
+results/sweep_speed.json     {"sweep": {...}}
 """
 
 from __future__ import annotations
@@ -102,10 +103,31 @@ class ScalingSection(Section):
     fits: list[Fit]
 
 
+class SweepConfig(Section):
+    size: str
+    batch_size: int
+    tokens: int
+
+
+class SweepRow(Section):
+    mode: str
+    how: str
+    runs: int
+    median: float | None
+    ratio: float | None
+
+
+class SweepSection(Section):
+    environment: Environment
+    config: SweepConfig
+    runs: Annotated[list[SweepRow], Len(1)]
+
+
 SECTIONS: dict[str, type[Section]] = {
     "step": StepSection,
     "generate": GenerateSection,
     "scaling": ScalingSection,
+    "sweep": SweepSection,
 }
 
 

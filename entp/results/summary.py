@@ -7,7 +7,6 @@ would give, and says so.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 from entp.results.schema import (
     ArmRecord,
@@ -16,11 +15,19 @@ from entp.results.schema import (
     MetricSpec,
     Record,
     RunRecord,
+    Source,
+    TotalsData,
 )
 from entp.stats import t_interval
 from entp.tasks.metrics import Sums, Totals
 
-Source = Literal["test", "generated"]
+SOURCES: dict[Source, str] = {
+    "test": "best checkpoint",
+    "generated": "generated answers",
+    "last": "last checkpoint",
+    "best": "best evaluation on the test itself",
+}
+"""What test values are of, in words."""
 ONE_SEED = "one seed, test sampling only"
 
 
@@ -34,7 +41,7 @@ def summarise(record: Record) -> Record:
 
 
 def summary(record: Record, arm: ArmRecord) -> ArmSummary:
-    """An arm's test, generated and validation values, each with its interval."""
+    """An arm's test values of every source and its validation values, each with its interval."""
     names = [metric.name for metric in record.metrics]
 
     def each(found: Callable[[str], Estimate | None]) -> dict[str, Estimate]:
@@ -44,6 +51,8 @@ def summary(record: Record, arm: ArmRecord) -> ArmSummary:
         status=status(arm),
         test=each(lambda name: estimate(record, arm, name)),
         generated=each(lambda name: estimate(record, arm, name, "generated")),
+        last=each(lambda name: estimate(record, arm, name, "last")),
+        best=each(lambda name: estimate(record, arm, name, "best")),
         validation=each(lambda name: best(arm, name)),
     )
 
@@ -69,10 +78,12 @@ def estimate(
     return _estimate(record.metric(metric), [t.all[metric] for t in totals if metric in t.all])
 
 
-def sliced(record: Record, arm: ArmRecord, metric: str, by: str) -> dict[str, Estimate]:
+def sliced(
+    record: Record, arm: ArmRecord, metric: str, by: str, source: Source = "test"
+) -> dict[str, Estimate]:
     """A metric on test sequences in each bin of a slice."""
     bins: dict[str, list[Sums]] = {}
-    for totals in totals_of(record, arm):
+    for totals in totals_of(record, arm, source):
         for key, sums in totals.slices.get(metric, {}).get(by, {}).items():
             bins.setdefault(key, []).append(sums)
     found = {key: _estimate(record.metric(metric), sums) for key, sums in bins.items()}
@@ -134,9 +145,22 @@ def best(arm: ArmRecord, metric: str) -> Estimate | None:
     return Estimate(mean=sum(values) / len(values), interval=interval, basis=basis)
 
 
-def values_of(record: Record, arm: ArmRecord, metric: str) -> list[float]:
-    """The test value of each seed."""
-    return [one.value(metric) for one in totals_of(record, arm) if metric in one.all]
+def values_of(
+    record: Record,
+    arm: ArmRecord,
+    metric: str,
+    source: Source = "test",
+    by: str = "",
+    bin: str = "",
+) -> list[float]:
+    """The test value of each seed; with a slice and a bin, in that bin."""
+    totals = totals_of(record, arm, source)
+    if by:
+        sums = [t.slices.get(metric, {}).get(by, {}).get(bin) for t in totals]
+    else:
+        sums = [t.all.get(metric) for t in totals]
+    shown = record.metric(metric).shown
+    return [shown(one.mean) for one in sums if one is not None and one.w]
 
 
 def totals_of(record: Record, arm: ArmRecord, source: Source = "test") -> list[Totals]:
@@ -145,10 +169,45 @@ def totals_of(record: Record, arm: ArmRecord, source: Source = "test") -> list[T
 
 
 def run_totals(record: Record, run: RunRecord, source: Source = "test") -> Totals | None:
+    """The test totals of a run; None where there are none."""
+    data = _totals_data(run, source)
+    return None if data is None else data.totals(record.metrics)
+
+
+def _totals_data(run: RunRecord, source: Source) -> TotalsData | None:
+    if source == "best":
+        found = run.best_of_splits.get("test")
+        return None if found is None else found.totals
     if run.test is None:
         return None
-    data = run.test.totals if source == "test" else run.test.generated
-    return None if data is None else data.totals(record.metrics)
+    return {"test": run.test.totals, "generated": run.test.generated, "last": run.test.last}[source]
+
+
+def sources_of(record: Record) -> list[Source]:
+    """The sources that some run of the record has, the best checkpoint first."""
+    runs = [run for arm in record.arms.values() for run in arm.runs]
+    return [s for s in SOURCES if any(_totals_data(run, s) is not None for run in runs)]
+
+
+def source_label(record: Record, source: Source) -> str:
+    """What the values of a source are, in words; of the best evaluations, also how many there
+    were."""
+    runs = [run for arm in record.arms.values() for run in arm.runs]
+    counts = [best.evaluations for run in runs if (best := run.best_of_splits.get("test"))]
+    if source != "best" or not counts:
+        return SOURCES[source]
+    many = " to ".join(str(n) for n in sorted({min(counts), max(counts)}))
+    return f"{SOURCES[source]}, {many} {_plural('evaluation', max(counts))}"
+
+
+def authors_values(arm: ArmRecord, metric: str, by: str, source: Source) -> dict[str, float]:
+    """The authors' values of an arm in bins of a slice; empty where they have none."""
+    return {
+        key: value
+        for one in arm.authors
+        if (one.metric, one.by, one.source) == (metric, by, source)
+        for key, value in one.values.items()
+    }
 
 
 def _plural(word: str, count: int) -> str:

@@ -10,8 +10,16 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from entp.results.schema import ArmRecord, Check, CheckResult, Factor, Record, Selector, Verdict
-from entp.results.summary import status, values_of
+from entp.results.schema import (
+    ArmRecord,
+    Check,
+    CheckResult,
+    Factor,
+    Record,
+    Selector,
+    Verdict,
+)
+from entp.results.summary import SOURCES, status, values_of
 from entp.stats import t_test, welch_test
 
 Outcome = Literal["holds", "fails", "undecided"]
@@ -91,7 +99,7 @@ def _against_number(record: Record, check: Check, label: str, number: float) -> 
     missing = _missing(record, check, label)
     if missing:
         return Finding("undecided", missing)
-    values = values_of(record, record.arms[label], check.metric)
+    values = _values(record, check, label)
     p = None if check.p is None else t_test(values, number)
     return _finding(check, label, values, number, f"{number:g}", p)
 
@@ -100,11 +108,27 @@ def _against_arm(record: Record, check: Check, label: str, other: str) -> Findin
     missing = [told for one in (label, other) if (told := _missing(record, check, one))]
     if missing:
         return Finding("undecided", "; ".join(missing))
-    values = values_of(record, record.arms[label], check.metric)
-    others = values_of(record, record.arms[other], check.metric)
+    values, others = (_values(record, check, one) for one in (label, other))
     mean = sum(others) / len(others)
     p = None if check.p is None else welch_test(values, others)
     return _finding(check, label, values, mean, f"{mean:.4g} of {other}", p)
+
+
+def _values(record: Record, check: Check, label: str) -> list[float]:
+    """What a check is about, of each seed of an arm."""
+    arm = record.arms[label]
+    return values_of(record, arm, check.metric, check.source, check.by, check.bin)
+
+
+def _about(check: Check, label: str) -> str:
+    """The arm, and the bin and source where a check is about one: "ENTP, digits 12, last
+    checkpoint"."""
+    parts = [label]
+    if check.by:
+        parts.append(f"{check.by} {check.bin}")
+    if check.source != "test":
+        parts.append(SOURCES[check.source])
+    return ", ".join(parts)
 
 
 def _missing(record: Record, check: Check, label: str) -> str:
@@ -113,9 +137,9 @@ def _missing(record: Record, check: Check, label: str) -> str:
     now = status(arm)
     if now != "done":
         return f"{label}: {now}"
-    values = values_of(record, arm, check.metric)
+    values = _values(record, check, label)
     if len(values) < len(arm.runs):
-        return f"{label}: not tested by {check.metric}"
+        return f"{_about(check, label)}: not tested by {check.metric}"
     if check.p is not None and len(values) < 2:
         return f"{label}: one seed says nothing about p"
     return ""
@@ -126,7 +150,7 @@ def _finding(
 ) -> Finding:
     mean = sum(values) / len(values)
     true = RELATIONS[check.relation](mean, right)
-    why = f"{label}: {mean:.4g} is {'' if true else 'not '}{check.relation} {told}"
+    why = f"{_about(check, label)}: {mean:.4g} is {'' if true else 'not '}{check.relation} {told}"
     if check.p is not None and p is not None:
         why += f", p = {p:.2g}"
         true = true and p < check.p

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_records import run_record, small_recipe
+from small_records import run_record, sliced_totals, small_recipe
 from small_runs import small_run
 
 from entp.config.json import run_to_json
 from entp.errors import InputError
 from entp.experiments.collect import (
+    MOST_BINS,
     POINTS,
     _curve,
     _seconds,
@@ -50,6 +51,10 @@ def evaluation(step: int, exact: float, **more: Any) -> dict[str, Any]:
 
 def training(step: int, seconds: float) -> dict[str, Any]:
     return {"kind": "train", "step": step, "loss": 1.0, "lr": 0.1, "seconds": seconds}
+
+
+TWICE = [evaluation(4, 0.5), evaluation(5, 0.5)]
+"""Evaluations of which the second is no better."""
 
 
 def one_run(**changes: Any) -> ArmRun:
@@ -139,6 +144,9 @@ def test_long_curve_is_thinned_and_keeps_its_last_point(count: int) -> None:
         ({"stop_at": 0.5}, [training(5, 1.0), evaluation(5, 0.4)], "5 of 10 steps"),
         ({"stop_at": 0.6, "monitor": "loss"}, [training(5, 1.0), evaluation(5, 0.5)], "done"),
         ({"max_seconds": 1.0}, [training(5, 1.0), evaluation(5, 0.5)], "done"),
+        ({"patience": 1}, [training(5, 1.0), *TWICE], "done"),
+        ({"patience": 2}, [training(5, 1.0), *TWICE], "5 of 10 steps"),
+        ({"patience": 1, "patience_from": 0.6}, [training(5, 1.0), *TWICE], "5 of 10 steps"),
     ],
 )
 def test_run_is_done_when_its_last_evaluation_is(
@@ -228,3 +236,72 @@ def test_arm_label_in_a_folder_name_is_plain(tmp_path: Path) -> None:
     arm = Arm(small_run(), mode="ENTP", lr=1e-3)
     made = ArmRun(arm.label, arm.run, 1, 0)
     assert find_folder(made, tmp_path).name == f"ENTP-lr-0-001-{made.hash}"
+
+
+def split_row(step: int, bins: dict[str, int], loss: float, split: str = "test") -> dict[str, Any]:
+    """An evaluation on a further split: exact match by digits, and a loss."""
+    totals = sliced_totals(next(iter(bins.values())), bins).model_dump()
+    totals["all"]["loss"] = [100, 100 * loss, 100.0, None, None, None]
+    return {"kind": "split", "step": step, "split": split, "seconds": 1.0, "totals": totals}
+
+
+ENDING = [training(10, 1.0), evaluation(10, 0.5)]
+
+
+def test_evaluations_on_further_splits_are_kept_with_the_best_of_each_number(
+    tmp_path: Path,
+) -> None:
+    arm = one_run()
+    rows = [
+        split_row(5, {"11": 60, "12": 0}, 0.9),
+        split_row(5, {"11": 7}, 0.9, "longer"),
+        split_row(10, {"11": 50, "12": 20}, 0.4),
+    ]
+    write_run(tmp_path / "a", arm.run, [*rows, *ENDING])
+    run = read_folder(arm, tmp_path)
+    assert run is not None
+    assert (run.status, [point.step for point in run.curve]) == ("done", [10])
+    assert [point.step for point in run.splits["test"]] == [5, 10]
+    first = run.splits["test"][0].totals.totals([MetricSpec.of(m) for m in arm.run.task.metrics])
+    assert first.sliced("exact_match", "digits") == {"11": 0.6, "12": 0.0}
+    best = run.best_of_splits["test"]
+    assert best.evaluations == 2
+    assert best.totals.all["exact_match"][1] == 60
+    assert best.totals.all["loss"][1] == pytest.approx(40)
+    bins = best.totals.slices["exact_match"]["digits"]
+    assert {key: sums[1] for key, sums in bins.items()} == {"11": 60, "12": 20}
+    assert run.best_of_splits["longer"].evaluations == 1
+
+
+def test_long_run_has_few_points_of_a_split_and_the_best_of_all(tmp_path: Path) -> None:
+    arm, count = one_run(), 3 * POINTS - 1
+    rows = [split_row(n, {"11": 99 if n == 1 else 1}, 1.0) for n in range(1, count + 1)]
+    write_run(tmp_path / "a", arm.run, [*rows, *ENDING])
+    run = read_folder(arm, tmp_path)
+    assert run is not None
+    steps = [point.step for point in run.splits["test"]]
+    assert POINTS / 2 <= len(steps) <= POINTS
+    assert steps[-1] == count
+    assert 1 not in steps
+    assert run.best_of_splits["test"].evaluations == count
+    assert run.best_of_splits["test"].totals.all["exact_match"][1] == 99
+
+
+def test_slices_of_many_bins_are_kept_of_the_best_only(tmp_path: Path) -> None:
+    arm = one_run()
+    bins = {f"{n}x1": n for n in range(MOST_BINS + 1)}
+    write_run(tmp_path / "a", arm.run, [split_row(10, bins, 1.0), *ENDING])
+    run = read_folder(arm, tmp_path)
+    assert run is not None
+    assert run.splits["test"][0].totals.slices["exact_match"] == {}
+    assert len(run.best_of_splits["test"].totals.slices["exact_match"]["digits"]) == len(bins)
+
+
+def test_splits_of_a_forks_source_are_not_its_own(tmp_path: Path) -> None:
+    arm = one_run()
+    rows = [split_row(5, {"11": 99}, 1.0), split_row(10, {"11": 3}, 1.0), *ENDING]
+    write_run(tmp_path / "a", arm.run, rows, forked={"run": "other", "step": 5})
+    run = read_folder(arm, tmp_path)
+    assert run is not None
+    assert [point.step for point in run.splits["test"]] == [10]
+    assert run.best_of_splits["test"].totals.all["exact_match"][1] == 3

@@ -26,6 +26,7 @@ from entp.experiments.recipe import (
     Figure,
     PaperValue,
     Recipe,
+    SliceValues,
     Table,
     check_recipe,
     find_recipe,
@@ -157,6 +158,24 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"checks": [Check("it", {}, "bleu", "above", 1.0)]},
         "unknown metric in a check 'bleu'",
     ),
+    "slice of a check": (
+        {"checks": [Check("it", {}, "token_accuracy", "above", 1.0, by="digits", bin="3")]},
+        "unknown slice in a check 'digits'",
+    ),
+    "versus": ({"table": Table(versus="modes")}, r"unknown factor in table\.versus 'modes'"),
+    "grid": ({"figure": Figure("grid", x="operands")}, "unknown x of a figure of grid"),
+    "authors": (
+        {"arms": [Arm(RUN, authors=[0.5], mode="x")]},  # type: ignore[list-item]
+        "authors of arm 'x' has 0.5: it must be SliceValues",
+    ),
+    "authors' metric": (
+        {"arms": [Arm(RUN, authors=[SliceValues("bleu", "length", {})], mode="x")]},
+        "unknown metric in authors of arm 'x' 'bleu'",
+    ),
+    "authors' slice": (
+        {"arms": [Arm(RUN, authors=[SliceValues("token_accuracy", "size", {})], mode="x")]},
+        "unknown slice in authors of arm 'x' 'size'",
+    ),
     "curve": (
         {"authors_curves": {"x": AuthorsCurve(**CURVE, values={"bleu": [1.0]})}},
         "unknown metric in authors_curves of 'x' 'bleu'",
@@ -193,8 +212,22 @@ def test_tiny_runs_that_are_one_are_noticed() -> None:
 
 
 def test_figure_by_a_factor_or_a_slice_is_valid() -> None:
-    for figure in (Figure("slices", x="mode"), Figure("slices", x="length", y="token_accuracy")):
-        check_recipe(small_recipe(figure=figure))
+    for x in ("mode", "length"):
+        figures = [Figure("slices", x, y="token_accuracy"), Figure("grid", x, y="token_accuracy")]
+        check_recipe(small_recipe(figure=figures))
+
+
+def test_record_has_the_authors_values_and_runs_know_what_to_test() -> None:
+    values = SliceValues("token_accuracy", "length", {"5": 0.5}, "last", "a file")
+    arm = Arm(RUN, (0, 1), authors=[values], mode="x")
+    recipe = small_recipe(arms=[arm], test_last=True)
+    check_recipe(recipe)
+    assert recipe.record().arms["x"].authors == [values]
+    assert recipe.tiny().record().arms["x"].authors == []
+    for one in (recipe, recipe.tiny()):
+        assert [run.test_last for run in one.runs()] == [True, True]
+    assert "authors" not in arm.factors
+    assert not small_recipe().runs()[0].test_last
 
 
 def test_count3_has_the_papers_settings() -> None:

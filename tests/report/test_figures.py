@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 from matplotlib.figure import Figure as MplFigure
-from small_records import METRICS, arm_record, make_record, run_record, run_test
+from small_records import (
+    DIGITS,
+    METRICS,
+    arm_record,
+    make_record,
+    run_record,
+    run_test,
+    sliced_totals,
+    sourced_run,
+)
 from small_sections import generation, growth, steps
 
 from entp.report import bench
@@ -19,7 +28,16 @@ from entp.report.figures import draw_record
 from entp.report.patterns import draw_demo
 from entp.report.style import COLOURS, arm_colours, line_styles, new_figure, save_figure
 from entp.report.summary import draw_summary
-from entp.results.schema import AuthorsCurve, Figure, PaperValue, Point, Record
+from entp.results.schema import (
+    AuthorsCurve,
+    Figure,
+    PaperValue,
+    Point,
+    Record,
+    SliceValues,
+    Source,
+    SplitPoint,
+)
 from entp.results.sections import read_sections, record_section
 from entp.results.store import find_records, read_record
 
@@ -153,6 +171,26 @@ def test_curves_against_sequences(figures: list[Any], tmp_path: Path) -> None:
     loss = axes(figures[0])[0]
     assert [line.get_xdata()[0] for line in loss.get_lines()] == [0.64, 40e-6, 72e-6]
     assert loss.get_xlabel() == "sequences read (millions)"
+
+
+def test_metric_that_validation_has_not_is_drawn_of_the_test(
+    figures: list[Any], tmp_path: Path
+) -> None:
+    run = run_record()
+    curve = [p.model_copy(update={"values": {"loss": p.values["loss"]}}) for p in run.curve]
+    splits = {
+        "test": [SplitPoint(step=s, totals=sliced_totals(s, {"11": s})) for s in (5, 8, 10)],
+        "other": [SplitPoint(step=5, totals=sliced_totals(99, {"11": 99}))],
+    }
+    run = run.model_copy(update={"curve": curve, "splits": splits})
+    spec = [Figure("curves", x=x, y=("exact_match", "loss")) for x in ("", "seconds")]
+    record = make_record({"a": arm_record(runs=[run])}, metrics=DIGITS, figures=spec)
+    draw_record(record, tmp_path / "a.png")
+    exact, loss, timed, _ = axes(figures[0])
+    assert (exact.get_ylabel(), loss.get_ylabel()) == ("test exact match", "validation loss")
+    assert xy(exact.get_lines()[0]) == ([0.005, 0.01], [0.05, 0.1])
+    assert xy(loss.get_lines()[0]) == ([0.005, 0.01], [1.0, 0.25])
+    assert xy(timed.get_lines()[0]) == ([6.0, 12.0], [0.05, 0.1])
 
 
 def test_steps_of_unequal_batches_say_so(figures: list[Any], tmp_path: Path) -> None:
@@ -296,3 +334,90 @@ def test_test_of_one_metric_is_drawn_alone(figures: list[Any], tmp_path: Path) -
     record = make_record({"a": arm_record(runs=[run])}, figures=[Figure("bars", y="exact_match")])
     draw_record(record, tmp_path / "a.png")
     assert len(axes(figures[0])) == 1 < len(METRICS)
+
+
+def digits_record(**changes: Any) -> Record:
+    """Exact match by digits of two sources, and the authors' of one."""
+    run = sourced_run(test={"11": 50, "12": 20}, last={"11": 40, "12": 10})
+    arm = arm_record(runs=[run], mode="ENTP")
+    values = {"12": 0.53, "11": 0.94, "13": 0.13}
+    arm.authors.append(SliceValues("exact_match", "digits", values, "last", "x"))
+    return make_record({"a": arm}, metrics=DIGITS, **changes)
+
+
+@pytest.mark.parametrize(
+    ("source", "ours", "label"),
+    [("test", [0.5, 0.2], "test exact match"), ("last", [0.4, 0.1], "(last checkpoint)")],
+)
+def test_slices_are_of_their_source_beside_the_authors_values_in_grey(
+    source: Source, ours: list[float], label: str, figures: list[Any], tmp_path: Path
+) -> None:
+    spec = Figure("slices", x="digits", y="exact_match", lines="mode", source=source)
+    draw_record(digits_record(figures=[spec]), tmp_path / "a.png")
+    (axis,) = axes(figures[0])
+    first, *authors = axis.get_lines()
+    assert xy(first) == ([11.0, 12.0], ours)
+    assert axis.get_ylabel().endswith(label)
+    assert [text.get_text() for text in axis.get_xticklabels()] == ["11", "12"]
+    told = [(line.get_label(), line.get_color(), xy(line)) for line in authors]
+    grey = ("authors: ENTP", "0.6", ([11.0, 12.0, 13.0], [0.94, 0.53, 0.13]))
+    assert told == ([grey] if source == "last" else [])
+
+
+def test_papers_values_against_a_factor_are_dotted(figures: list[Any], tmp_path: Path) -> None:
+    arms = {str(n): arm_record(n // 500, mode="ENTP", examples=n) for n in (20_000, 1_250)}
+    for n, arm in zip((20_000, 1_250), arms.values(), strict=True):
+        arm.paper["exact_match"] = PaperValue(n / 40_000, "results.csv")
+    spec = Figure("slices", x="examples", y="exact_match", lines="mode")
+    draw_record(make_record(arms, figures=[spec]), tmp_path / "a.png")
+    (axis,) = axes(figures[0])
+    ours, paper = axis.get_lines()
+    assert xy(ours) == ([1250, 20_000], [0.02, 0.4])
+    assert xy(paper) == ([1250, 20_000], [0.03125, 0.5])
+    assert (paper.get_linestyle(), paper.get_color()) == (":", ours.get_color())
+    assert axis.get_xscale() == "log"
+
+
+def pairs_record(count: int, **spec: Any) -> Record:
+    """Arms with exact match by pairs of digits, and one without."""
+    bins = {"1x1": 90, "1x2": 80, "11x2": 10, "other": 5}
+    arms = {
+        f"arm {n}": arm_record(runs=[sourced_run(test=bins, last={"2x3": 7})], number=n)
+        for n in range(count)
+    }
+    arms["idle"] = arm_record(number=99)
+    figure = Figure("grid", x="digits", y="exact_match", **spec)
+    return make_record(arms, metrics=DIGITS, figures=[figure])
+
+
+def test_grid_of_pairs_has_a_panel_for_every_arm(figures: list[Any], tmp_path: Path) -> None:
+    draw_record(pairs_record(2), tmp_path / "a.png")
+    one, other, bar = axes(figures[0])
+    assert [axis.get_title() for axis in (one, other)] == ["arm 0", "arm 1"]
+    (image,) = one.get_images()
+    cells = image.get_array()
+    assert cells.shape == (2, 2)
+    assert cells.filled(-1).tolist() == [[0.9, 0.8], [-1, 0.1]]
+    assert image.get_clim() == (0, 1)
+    assert [text.get_text() for text in one.get_xticklabels()] == ["1", "2"]
+    assert [text.get_text() for text in one.get_yticklabels()] == ["1", "11"]
+    assert [text.get_text() for text in one.texts] == ["0.9", "0.8", "0.1"]
+    assert bar.get_ylabel() == "test exact match"
+
+
+def test_grids_of_pairs_stand_four_in_a_row(figures: list[Any], tmp_path: Path) -> None:
+    draw_record(pairs_record(6, where={"number": [0, 1, 2, 3, 4]}), tmp_path / "a.png")
+    shown = [axis.get_title() for axis in axes(figures[0]) if axis.get_images()]
+    assert shown == [f"arm {n}" for n in range(5)]
+    assert figures[0].get_size_inches().tolist() == pytest.approx([1 + 4.3 * 4, 2 * 4.4])
+
+
+def test_grid_of_pairs_is_of_its_source(figures: list[Any], tmp_path: Path) -> None:
+    draw_record(pairs_record(1, source="last"), tmp_path / "a.png")
+    axis, bar = axes(figures[0])
+    assert [text.get_text() for text in axis.texts] == ["0.07"]
+    assert bar.get_ylabel() == "test exact match\n(last checkpoint)"
+
+
+def test_grid_of_pairs_that_nothing_has_is_empty(tmp_path: Path) -> None:
+    assert draw_record(pairs_record(1, source="best"), tmp_path / "a.png")

@@ -9,13 +9,29 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from small_records import arm_record, make_record, run_record, run_test, small_recipe
+from small_records import (
+    DIGITS,
+    arm_record,
+    make_record,
+    run_record,
+    run_test,
+    small_recipe,
+    sourced_run,
+)
 from small_runs import run_python
 
 from entp.errors import InputError
 from entp.experiments.reproduce import reproduce
 from entp.report.page import page, sharing, which, write_report
-from entp.results.schema import ArmRecord, Check, PaperValue, Record, Table, TotalsData
+from entp.results.schema import (
+    ArmRecord,
+    Check,
+    PaperValue,
+    Record,
+    SliceValues,
+    Table,
+    TotalsData,
+)
 from entp.results.store import find_records, write_record
 
 ROOT = Path(__file__).parents[2]
@@ -89,10 +105,12 @@ def test_every_text_of_a_file_is_escaped(tmp_path: Path) -> None:
     )
     arm = arm_record(runs=[run], mode=NASTY)
     arm.paper["exact_match"] = PaperValue(0.5, NASTY)
+    arm.authors.append(SliceValues("token_accuracy", "length", {NASTY: 0.5}, "test", NASTY))
     baselines = {NASTY: run_test(3).totals}
     tested = run_record(1, test=run_test(50, baselines=baselines))
     record = make_record(
-        {NASTY: arm, "b": arm_record(runs=[tested])},
+        {NASTY: arm, "b": arm_record(runs=[tested], mode="b")},
+        table=Table(versus="mode"),
         recipe=NASTY,
         title=NASTY,
         question=NASTY,
@@ -115,7 +133,9 @@ def test_every_text_of_a_file_is_escaped(tmp_path: Path) -> None:
     tables = [line for line in plain if line.startswith("| ")]
     for line in tables:
         cells = line.replace(r"\|", "").count("|") - 1
-        assert cells in (3, 5, 13), line
+        assert cells in (3, 4, 5, 8, 13), line
+    assert "Rows of the authors: a\\|b &lt;script&gt;" in text
+    assert "Arms that differ in mode alone" in text
     (command,) = [line for line in text.splitlines() if line.startswith("    entp")]
     assert command == f"    {' '.join(f'entp {NASTY}'.split())}"
 
@@ -215,3 +235,31 @@ def test_report_without_matplotlib_is_its_page(
     assert "no figure: pip install 'entp[plot]' to draw one." in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.json", "page.md"]
     assert "![" not in (tmp_path / "page.md").read_text()
+
+
+def test_page_explains_the_sources_that_it_shows() -> None:
+    run = sourced_run(test={"11": 50}, last={"11": 40}, best={"11": 60})
+    arm = arm_record(runs=[run])
+    arm.authors.append(SliceValues("exact_match", "digits", {"11": 0.94}, "last", "results.csv"))
+    text = page_of(make_record({"a": arm}, metrics=DIGITS))
+    head = text.partition("## mine")[0]
+    assert "- **Last checkpoint**: on the same" in head
+    assert "- **Best on the test itself**: of each number" in head
+    assert "Test exact match by digits, last checkpoint:\n\n| arm | 11 |" in text
+    assert "| a | 0.4000 |\n| authors, a | 0.9400 |" in text
+    assert "best evaluation on the test itself, 7 evaluations:\n" in text
+    assert "\nRows of the authors: results.csv." in text
+    plain = page_of(make_record({"a": arm_record(50)}))
+    assert "Last checkpoint" not in plain
+    assert "authors" not in plain
+
+
+def test_comparison_of_arms_stands_below_the_table() -> None:
+    arms = {mode: arm_record(*rights, mode=mode) for mode, rights in MODES.items()}
+    text = page_of(make_record(arms, table=Table(versus="mode")))
+    row = "| ENTP | decoder | exact match | 0.9000, 0.0100, 3 | 0.1000, 0.0100, 3 | 0.8000 |"
+    assert row in text
+    assert text.index("| ENTP | done |") < text.index(row)
+
+
+MODES = {"ENTP": (89, 90, 91), "decoder": (9, 10, 11)}

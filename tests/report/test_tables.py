@@ -5,10 +5,36 @@ from __future__ import annotations
 import re
 
 import pytest
-from small_records import arm_record, counted, make_record, run_record, run_test
+from small_records import (
+    DIGITS,
+    arm_record,
+    counted,
+    make_record,
+    run_record,
+    run_test,
+    sourced_run,
+)
 
-from entp.report.tables import escape, markdown_table, number, record_table, span
-from entp.results.schema import Check, MetricSpec, PaperValue, Table, TotalsData
+from entp.report.tables import (
+    arms_table,
+    escape,
+    markdown_table,
+    number,
+    record_table,
+    seeds_table,
+    slice_tables,
+    span,
+    versus_table,
+)
+from entp.results.schema import (
+    Check,
+    MetricSpec,
+    PaperValue,
+    Record,
+    SliceValues,
+    Table,
+    TotalsData,
+)
 from entp.results.store import complete
 
 
@@ -100,3 +126,111 @@ def test_table_by_a_slice_is_a_row_per_arm() -> None:
 
     record = make_record({"a": arm_record(5, mode="x")}, table=Table(rows="mode", columns="length"))
     assert grid_table(record) is None
+
+
+def sourced_record(**changes: object) -> Record:
+    """Two seeds by digits of every source, with the authors' last and best."""
+    runs = [
+        sourced_run(
+            seed,
+            test={"11": 50, "12": 20},
+            last={"11": 40, "12": 10},
+            best={"11": 60, "12": 30},
+        )
+        for seed in (0, 1)
+    ]
+    arm = arm_record(runs=runs, mode="ENTP")
+    arm.authors.append(SliceValues("exact_match", "digits", {"11": 0.94, "13": 0.13}, "last", "x"))
+    arm.authors.append(SliceValues("exact_match", "digits", {"11": 1.0}, "best", "x"))
+    idle = arm_record(mode="decoder")
+    return make_record({"a": arm, "b": idle}, metrics=DIGITS, **changes)
+
+
+def test_every_source_has_a_table_by_slice_with_the_authors_below() -> None:
+    best = "exact match by digits, best evaluation on the test itself, 7 evaluations"
+    found = slice_tables(sourced_record())
+    assert list(found) == [
+        "exact match by digits",
+        "exact match by digits, last checkpoint",
+        best,
+    ]
+    assert found["exact match by digits"] == (["arm", "11", "12"], [["a", "0.5000", "0.2000"]])
+    assert found["exact match by digits, last checkpoint"] == (
+        ["arm", "11", "12", "13"],
+        [["a", "0.4000", "0.1000", "-"], ["authors, a", "0.9400", "-", "0.1300"]],
+    )
+    assert found[best].rows == [["a", "0.6000", "0.3000"], ["authors, a", "1", "-"]]
+
+
+def test_tables_by_slice_are_left_out_beside_a_grid_only() -> None:
+    assert slice_tables(sourced_record(table=Table(rows="mode"))) == {}
+    assert len(slice_tables(sourced_record(table=Table(versus="mode")))) == 3
+
+
+def test_tables_have_a_column_for_every_source() -> None:
+    more = ["last checkpoint's exact match", "best exact match on the test itself"]
+    arms = arms_table(sourced_record())
+    assert (arms.head[-2:], arms.rows[0][-2:]) == (more, ["0.4000", "0.6000"])
+    assert arms.rows[1][-2:] == ["-", "-"]
+    seeds = seeds_table(sourced_record())
+    assert seeds is not None
+    assert seeds.head[2:6] == ["test exact match", "generated exact match", *more]
+    assert seeds.rows[0][2:6] == ["0.5000", "-", "0.4000", "0.6000"]
+
+
+def versus_record(**changes: object) -> Record:
+    rights = {
+        ("ENTP", 1250): (30, 34, 38),
+        ("decoder", 1250): (10, 12, 8),
+        ("RNN", 1250): (5,),
+        ("ENTP", 5000): (90,),
+        ("decoder", 5000): (80, 82),
+        ("decoder", 9000): (99,),
+        ("ENTP", 20000): (),
+        ("decoder", 20000): (99, 99),
+    }
+    arms = {
+        f"{mode} {n}": arm_record(*right, mode=mode, examples=n)
+        for (mode, n), right in rights.items()
+    }
+    return make_record(arms, **changes)
+
+
+def test_arms_that_differ_in_one_factor_are_compared_over_seeds() -> None:
+    """.34 +- .04 and .10 +- .02, three seeds each: Welch's t 9.295 of 2.94 degrees of freedom."""
+    found = versus_table(versus_record(table=Table(versus="mode")))
+    assert found is not None
+    first, other, single = found.rows
+    assert found.head[-3:] == ["difference", "95 % interval", "p"]
+    assert first == [
+        "ENTP 1250",
+        "decoder 1250",
+        "exact match",
+        "0.3400, 0.0400, 3",
+        "0.1000, 0.0200, 3",
+        "0.2400",
+        "0.1569 to 0.3231",
+        "0.0029",
+    ]
+    assert other[:2] == ["ENTP 1250", "RNN 1250"]
+    assert other[4:] == ["0.0500, -, 1", "0.2900", "-", "-"]
+    assert single[:2] == ["ENTP 5000", "decoder 5000"]
+    assert single[5:] == ["0.0900", "-", "-"]
+
+
+def test_comparison_has_a_row_for_every_metric_of_the_cells() -> None:
+    record = versus_record(table=Table(cells=("loss", "exact_match"), versus="mode"))
+    found = versus_table(record)
+    assert found is not None
+    assert [row[2] for row in found.rows[:2]] == ["loss", "exact match"]
+    assert found.rows[0][5:] == ["0", "0 to 0", "1"]
+
+
+def test_comparison_is_printed_at_the_end() -> None:
+    lines = record_table(versus_record(table=Table(versus="mode"))).splitlines()
+    assert lines[-7].startswith("Arms that differ in mode alone, over seeds")
+    assert lines[-1].startswith("ENTP 5000")
+    assert "0.1569 to 0.3231" in lines[-3]
+    assert "Arms that differ" not in record_table(versus_record())
+    idle = make_record({"a": arm_record(mode="x"), "b": arm_record(mode="y")})
+    assert versus_table(idle.model_copy(update={"table": Table(versus="mode")})) is None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_records import arm_record, make_record
+from small_records import DIGITS, arm_record, make_record, sliced_totals, sourced_run
 
 from entp.errors import InputError
 from entp.results.environment import read_environment
@@ -18,6 +18,8 @@ from entp.results.schema import (
     Figure,
     PaperValue,
     Record,
+    SliceValues,
+    SplitPoint,
     Table,
     parse,
 )
@@ -152,3 +154,39 @@ def test_one_name_is_a_tuple_of_one() -> None:
 def test_curves_are_against_steps_seconds_or_sequences() -> None:
     with pytest.raises(ValueError, match="x of curves is 'minutes'"):
         Figure("curves", x="minutes")
+
+
+def test_sources_splits_and_authors_survive_the_file(tmp_path: Path) -> None:
+    run = sourced_run(test={"11": 5}, last={"11": 4}, best={"11": 6})
+    point = SplitPoint(step=5, totals=sliced_totals(3, {"11": 3}))
+    run = run.model_copy(update={"splits": {"test": [point]}})
+    arm = arm_record(runs=[run], mode="ENTP")
+    arm.authors.append(SliceValues("exact_match", "digits", {"11": 0.9}, "best", "a file"))
+    about = {"source": "best", "by": "digits", "bin": "11"}
+    record = make_record(
+        {"a": arm},
+        metrics=DIGITS,
+        table=Table(versus="mode"),
+        figures=[Figure("slices", x="digits", source="last")],
+        checks=[Check("it", {}, "exact_match", "above", 0.5, **about)],  # type: ignore[arg-type]
+    )
+    path = tmp_path / "mine.json"
+    written = write_record(path, record)
+    found = read_record(path)
+    assert found == written
+    assert found.arms["a"].runs[0].splits["test"] == [point]
+    assert found.arms["a"].authors[0].values == {"11": 0.9}
+    assert found.verdict is not None
+    assert found.verdict.checks[0].outcome == "fails"
+
+
+def test_metric_of_a_split_or_of_the_authors_must_be_known() -> None:
+    strange = sliced_totals(3, {"11": 3}).model_copy(update={"all": {"bleu": [1] * 6}})
+    run = sourced_run(test={"11": 5})
+    run = run.model_copy(update={"splits": {"test": [SplitPoint(step=5, totals=strange)]}})
+    with pytest.raises(ValueError, match="measures 'bleu', which is not in metrics"):
+        make_record({"a": arm_record(runs=[run])}, metrics=DIGITS)
+    arm = arm_record(5)
+    arm.authors.append(SliceValues("bleu", "digits", {"11": 0.9}))
+    with pytest.raises(ValueError, match="it is about 'bleu'"):
+        make_record({"a": arm})

@@ -6,11 +6,37 @@ import math
 from pathlib import Path
 
 import pytest
-from small_records import arm_record, counted, make_record, run_record, run_test
+from small_records import (
+    DIGITS,
+    arm_record,
+    counted,
+    make_record,
+    run_record,
+    run_test,
+    sourced_run,
+)
 
-from entp.results.schema import MetricSpec, Record, RunRecord, RunTest, TotalsData
+from entp.results.schema import (
+    MetricSpec,
+    Record,
+    RunRecord,
+    RunTest,
+    SliceValues,
+    Source,
+    TotalsData,
+)
 from entp.results.store import read_record
-from entp.results.summary import best, estimate, sliced, status, summarise, values_of
+from entp.results.summary import (
+    authors_values,
+    best,
+    estimate,
+    sliced,
+    source_label,
+    sources_of,
+    status,
+    summarise,
+    values_of,
+)
 from entp.stats import welch_test, wilson
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -138,3 +164,57 @@ def test_summary_stands_in_the_record() -> None:
     assert found.test["loss"].interval is None
     assert found.generated["exact_match"].mean == 0.15
     assert found.validation["loss"].mean == 0.25
+
+
+def sourced_record() -> Record:
+    runs = [
+        sourced_run(
+            seed,
+            test={"11": 50 + seed},
+            last={"11": 40 + seed},
+            best={"11": 60 + seed},
+            evaluations=7 + seed,
+        )
+        for seed in (0, 2)
+    ]
+    return make_record({"a": arm_record(runs=runs), "b": arm_record(5)}, metrics=DIGITS)
+
+
+@pytest.mark.parametrize(("source", "value"), [("test", 0.51), ("last", 0.41), ("best", 0.61)])
+def test_values_are_of_the_source_that_is_asked_for(source: Source, value: float) -> None:
+    record = sourced_record()
+    arm = record.arms["a"]
+    whole = estimate(record, arm, "exact_match", source)
+    assert whole is not None
+    assert whole.mean == pytest.approx(value)
+    bins = sliced(record, arm, "exact_match", "digits", source)
+    assert {key: one.mean for key, one in bins.items()} == pytest.approx({"11": value})
+    each = pytest.approx([value - 0.01, value + 0.01])
+    assert values_of(record, arm, "exact_match", source) == each
+    assert values_of(record, arm, "exact_match", source, "digits", "11") == each
+    assert values_of(record, arm, "exact_match", source, "digits", "12") == []
+    assert values_of(record, arm, "loss", source) == []
+
+
+def test_sources_are_those_that_some_run_has() -> None:
+    record = sourced_record()
+    assert sources_of(record) == ["test", "last", "best"]
+    assert sources_of(make_record({"a": arm_record(None)})) == []
+    assert source_label(record, "last") == "last checkpoint"
+    told = "best evaluation on the test itself, 7 to 9 evaluations"
+    assert source_label(record, "best") == told
+    found = summarise(record).arms["a"].summary
+    assert found is not None
+    means = (found.last["exact_match"].mean, found.best["exact_match"].mean)
+    assert means == pytest.approx((0.41, 0.61))
+    assert estimate(record, record.arms["b"], "exact_match", "best") is None
+
+
+def test_authors_values_are_those_of_metric_slice_and_source() -> None:
+    arm = arm_record(5)
+    arm.authors.append(SliceValues("exact_match", "digits", {"11": 0.9}, "last", "a file"))
+    arm.authors.append(SliceValues("exact_match", "digits", {"12": 0.8}, "last", "a file"))
+    assert authors_values(arm, "exact_match", "digits", "last") == {"11": 0.9, "12": 0.8}
+    assert authors_values(arm, "exact_match", "digits", "best") == {}
+    assert authors_values(arm, "exact_match", "carries", "last") == {}
+    assert authors_values(arm, "loss", "digits", "last") == {}

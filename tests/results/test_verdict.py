@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_records import arm_record, make_record, run_record
+from small_records import DIGITS, arm_record, make_record, run_record, sourced_run
 
 from entp.results.schema import ArmRecord, Check, Verdict
 from entp.results.store import complete, read_record
@@ -151,3 +151,35 @@ def test_match3_is_reproduced() -> None:
     found = complete(read_record(RESULTS / "match3.json")).verdict
     assert found is not None
     assert found.verdict == "reproduced"
+
+
+def test_check_may_be_about_a_bin_and_another_source() -> None:
+    entp = [sourced_run(test={"11": 90, "12": 10}, last={"11": 80, "12": 20})]
+    arms = {
+        "a": arm_record(runs=entp, mode="ENTP"),
+        "b": arm_record(runs=[sourced_run(test={"11": 50, "12": 60})], mode="decoder"),
+    }
+    record = make_record(arms, metrics=DIGITS)
+
+    def found(right: Any, **more: Any) -> tuple[str, list[str]]:
+        one = check_record(record, check(right, "above", **more))
+        return one.outcome, one.why
+
+    decoder = {"mode": "decoder"}
+    told = "a, digits 11: 0.9 is above 0.5 of b"
+    assert found(decoder, by="digits", bin="11") == ("holds", [told])
+    assert found(decoder, by="digits", bin="12")[0] == "fails"
+    assert found(0.5, source="last") == ("holds", ["a, last checkpoint: 0.8 is above 0.5"])
+    told = "a, digits 12, last checkpoint: 0.2 is not above 0.3"
+    assert found(0.3, source="last", by="digits", bin="12") == ("fails", [told])
+    told = "b, last checkpoint: not tested by exact_match"
+    assert found(decoder, source="last") == ("undecided", [told])
+    told = "a, best evaluation on the test itself: not tested by exact_match"
+    assert found(0.3, source="best") == ("undecided", [told])
+    assert found(0.3, by="digits", bin="13")[0] == "undecided"
+
+
+@pytest.mark.parametrize("half", [{"by": "digits"}, {"bin": "11"}])
+def test_check_of_a_slice_names_its_bin(half: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="give both, or neither"):
+        check(0.5, **half)

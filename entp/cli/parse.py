@@ -86,6 +86,7 @@ def parse(
 SHORTER = (
     (r"^Error parsing \S+: ", ""),
     (r" Argument helptext:", " Expected"),
+    (r" - typing\.Literal\[.*?(?= Expected)", ""),
     (r"^no type matching .*?(?=invalid literal|could not convert)", ""),
     (r"\{None\}\|", ""),
     (

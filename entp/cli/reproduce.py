@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from entp.bench.options import check_out
 from entp.cli.parse import look_here, name_of, parse
@@ -21,8 +22,9 @@ class ReproduceOptions:
     """Train the arms with these labels only, each in quotes."""
     seed: int | None = None
     """Train with this seed only, of those that the recipe has: one machine per seed."""
-    jobs: int = 1
-    """Runs at a time, each in a process of its own: for small models, which do not fill a GPU."""
+    jobs: int | Literal["auto"] = 1
+    """Runs at a time, each in a process of its own: for small models, which do not fill a GPU.
+    auto: as many as the device serves best."""
     max_minutes: float | None = None
     """Most training time of an arm whose schedule follows steps. What it has by then is tested; run
     again to go on."""

@@ -15,9 +15,10 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
@@ -33,13 +34,17 @@ from entp.experiments.collect import (
     read_test,
     write_test,
 )
+from entp.experiments.jobs import expected_seconds, how_many, longest_first
 from entp.experiments.recipe import ArmRun, Recipe, check_recipe
 from entp.experiments.workers import Ending, in_parallel
 from entp.files import lock_folder, write_file
 from entp.report.figures import draw_record
 from entp.results.schema import Record, RunTest, TotalsData
 from entp.results.store import read_record, write_record
+from entp.tasks.base import Batch
 from entp.training.checkpoint import find, load
+from entp.training.distributed import World, pick_device
+from entp.training.mps import Shared, shared_gpu
 from entp.training.trainer import train
 
 MOST_MINUTES = 1e9
@@ -56,6 +61,8 @@ class Resources(NamedTuple):
     """Runs at a time, which share the device."""
     max_minutes: float | None
     """Most training time of each."""
+    environment: Mapping[str, str] | None = None
+    """Variables of the processes that carry them out, where there are several."""
 
 
 class Outcome(Record):
@@ -72,7 +79,7 @@ def reproduce(
     device: str = "auto",
     only: Sequence[str] = (),
     seed: int | None = None,
-    jobs: int = 1,
+    jobs: int | Literal["auto"] = 1,
     record: Path | None = None,
     max_minutes: float | None = None,
 ) -> Outcome:
@@ -81,6 +88,8 @@ def reproduce(
 
     An arm that fails does not stop the others; all that failed are named in an error at the end.
 
+    jobs: runs at a time, or "auto" for as many as the device serves best. Where there are several,
+        the longest begin first.
     max_minutes: most training time of an arm, for arms whose schedule does not follow the clock
         anyway. What an arm has by then is tested and recorded with its number of steps; without the
         limit it goes on from there.
@@ -95,13 +104,17 @@ def reproduce(
     kept = study.read_kept(quiet=False)
     study.keep_what_is_left_out(len(kept))
     arms = [arm for arm in recipe.runs(only, seed) if study.is_to_do(arm, kept)]
-    resources = Resources(study.root, device, max(1, min(jobs, len(arms))), max_minutes)
     stopped, found, failed = None, study.write(), {}
-    for ending in _run_all(arms, resources):
-        found = study.write()  # what is done is not lost with what is not
-        stopped = ending.stopped_by
-        if ending.error is not None and not stopped:
-            failed[arms[ending.number].name] = ending.error
+    with shared_device(arms, device, jobs) as (jobs, shared):
+        resources = Resources(study.root, device, jobs, max_minutes, shared.environment)
+        if jobs > 1:
+            arms = longest_first(arms, study.root)
+        with closing(_run_all(arms, resources)) as endings:
+            for ending in endings:
+                found = study.write()  # what is done is not lost with what is not
+                stopped = ending.stopped_by
+                if ending.error is not None and not stopped:
+                    failed[arms[ending.number].name] = ending.error
     if stopped:
         found = study.write()  # those beside it have saved since
     study.draw(found)
@@ -113,7 +126,7 @@ def _check(
     recipe: Recipe,
     only: Sequence[str],
     seed: int | None,
-    jobs: int,
+    jobs: int | Literal["auto"],
     max_minutes: float | None,
 ) -> None:
     labels = [arm.label for arm in recipe.arms]
@@ -122,8 +135,8 @@ def _check(
             raise one_of(f"arm of {recipe.name}", label, labels)
     if not recipe.runs(only, seed):
         raise one_of("seed", seed, sorted({str(arm.run.seed) for arm in recipe.runs(only)}))
-    if jobs < 1:
-        raise InputError(f"--jobs is {jobs}: it must be at least 1.")
+    if jobs != "auto" and jobs < 1:
+        raise InputError(f"--jobs is {jobs}: it must be at least 1, or auto.")
     if max_minutes is not None and not 0 < max_minutes <= MOST_MINUTES:
         raise InputError(
             f"--max-minutes is {max_minutes:g}: it must be above 0 and at most {MOST_MINUTES:g}; "
@@ -180,13 +193,16 @@ class Study:
         run = kept.get(arm.hash)
         if run is None or not run.done:
             return True
-        if run.test is None and not (find_folder(arm, self.root) / "config.json").exists():
+        here = (find_folder(arm, self.root) / "config.json").exists()
+        if run.test is not None:
+            return here and arm.test_last and run.test.last is None
+        if not here:
             print(
                 f"{self.record}: {arm.name} is done but untested, and its folder is not in "
                 f"{self.root}: it is trained again.",
                 file=sys.stderr,
             )
-        return run.test is None
+        return True
 
     def write(self) -> Record:
         """Collect what there is and write it. Another process may have added to the record since it
@@ -221,18 +237,43 @@ def _raise_failed(failed: dict[str, Exception], arms: int, results: Path) -> Non
     )
 
 
-def _run_all(arms: list[ArmRun], resources: Resources) -> Iterator[Ending]:
-    """How each arm ended, as they do. A GPU that fails ends them all."""
+Endings = Generator[Ending, None, None]
+"""How each arm ended, as they do; closing it stops those that run."""
+
+
+@contextmanager
+def shared_device(
+    arms: Sequence[ArmRun], device: str, jobs: int | Literal["auto"]
+) -> Iterator[tuple[int, Shared]]:
+    """How many of the arms are carried out at a time, and how these share the device meanwhile."""
+    most = len(arms) if jobs == "auto" else min(jobs, len(arms))
+    if most <= 1:
+        yield 1, Shared()
+        return
+    where = pick_device(device, World())
+    if jobs == "auto" and how_many(arms, where, at_once=True) == 1:
+        yield 1, Shared()
+        return
+    with shared_gpu(str(where)) as shared:
+        if shared.told:
+            print(shared.told, file=sys.stderr, flush=True)
+        yield (how_many(arms, where, shared.at_once) if jobs == "auto" else most), shared
+
+
+def _run_all(arms: list[ArmRun], resources: Resources) -> Endings:
+    """A GPU that fails ends them all."""
     each = _one_by_one if resources.concurrent == 1 else _at_once
-    for ending in each(arms, resources):
-        if isinstance(ending.error, DeviceFailed):
-            raise ending.error
-        if ending.error is not None:
-            print(f"{arms[ending.number].name} failed: {ending.error}", file=sys.stderr, flush=True)
-        yield ending
+    with closing(each(arms, resources)) as endings:
+        for ending in endings:
+            name = arms[ending.number].name
+            if isinstance(ending.error, DeviceFailed):
+                raise ending.error
+            if ending.error is not None:
+                print(f"{name} failed: {ending.error}", file=sys.stderr, flush=True)
+            yield ending
 
 
-def _one_by_one(arms: list[ArmRun], resources: Resources) -> Iterator[Ending]:
+def _one_by_one(arms: list[ArmRun], resources: Resources) -> Endings:
     start = time.monotonic()
     for number, arm in enumerate(arms):
         left = time_left(time.monotonic() - start, number, len(arms))
@@ -250,29 +291,39 @@ def _try_arm(number: int, arm: ArmRun, resources: Resources) -> Ending:
         return Ending(number, error=error)
 
 
-def _at_once(arms: list[ArmRun], resources: Resources) -> Iterator[Ending]:
+def _at_once(arms: list[ArmRun], resources: Resources) -> Endings:
     """Several at once, each in a process of its own. A signal stops all; those that train save what
     they have."""
     jobs, start = resources.concurrent, time.monotonic()
     print(f"{len(arms)} runs, {jobs} at a time", file=sys.stderr, flush=True)
     tasks = [(arm, resources, True) for arm in arms]
-    for done, ending in enumerate(in_parallel(jobs, run_arm, tasks), 1):
-        state = "done" + time_left(time.monotonic() - start, done, len(arms), jobs)
-        if ending.stopped_by:
-            state = "stopped"
-        elif ending.error is not None:
-            state = "failed"
-        name = arms[ending.number].name
-        print(f"[{done}/{len(arms)}] {name}: {state}", file=sys.stderr, flush=True)
-        yield ending
+    costs = {number: expected_seconds(arm.run) for number, arm in enumerate(arms)}
+    ended: list[float] = []
+    with closing(in_parallel(jobs, run_arm, tasks, resources.environment)) as endings:
+        for done, ending in enumerate(endings, 1):
+            ended.append(costs.pop(ending.number))
+            longer = _mean(list(costs.values())) / _mean(ended)
+            left = time_left(time.monotonic() - start, done, len(arms), jobs, longer)
+            state = "done" + left
+            if ending.stopped_by:
+                state = "stopped"
+            elif ending.error is not None:
+                state = "failed"
+            name = arms[ending.number].name
+            print(f"[{done}/{len(arms)}] {name}: {state}", file=sys.stderr, flush=True)
+            yield ending
 
 
-def time_left(seconds: float, done: int, runs: int, jobs: int = 1) -> str:
+def _mean(numbers: list[float]) -> float:
+    return sum(numbers) / max(1, len(numbers))
+
+
+def time_left(seconds: float, done: int, runs: int, jobs: int = 1, longer: float = 1.0) -> str:
     """A word on how long the other runs will take, where they come in rounds that take as long as
-    those before."""
+    those before, or so many times as long."""
     if not 0 < done < runs:
         return ""
-    left = seconds / math.ceil(done / jobs) * math.ceil((runs - done) / jobs)
+    left = longer * seconds / math.ceil(done / jobs) * math.ceil((runs - done) / jobs)
     return f", about {left:.0f} s left" if left < 100 else f", about {left / 60:.0f} min left"
 
 
@@ -313,8 +364,8 @@ def _concurrent(folder: Path, run: Run, begun: bool, now: int | None) -> int | N
 
 
 def measure_best(arm: ArmRun, folder: Path, resources: Resources, concurrent: int | None) -> None:
-    """Write test.json: the best checkpoint on test sequences, unless it is there for this one
-    already."""
+    """Write test.json: the best checkpoint on test sequences, and the last one if the recipe asks
+    for it, unless it is there for these already."""
     from entp.training.distributed import World, pick_device
     from entp.training.evaluate import (
         evaluate,
@@ -325,27 +376,40 @@ def measure_best(arm: ArmRun, folder: Path, resources: Resources, concurrent: in
     from entp.training.forward import Forward
 
     run, best, before = arm.run, find(folder), read_test(folder, arm.run)
-    if before is not None and before.checkpoint == best.name:
+    last = find(folder, "last") if arm.test_last else None
+    if before is not None and _is_of(before, best, last):
         return
     device = pick_device(resources.device, World())
-    model, task, how = load(best, device=device), run.task, Forward.of(run)
+    task, how = run.task, Forward.of(run)
 
-    def batches(sequences: int) -> Iterable:
+    def batches(sequences: int) -> Iterable[Batch]:
         return untouched_batches(task, sequences, run.batch_size, run.seed)
 
-    generated = None
-    if arm.generated_sequences:
-        some = batches(arm.generated_sequences)
-        generated = TotalsData.of(evaluate_generated(model, task, some, how, device=device))
-    many = arm.test_sequences
-    test = RunTest(
-        checkpoint=best.name,
-        concurrent_runs=concurrent,
-        totals=TotalsData.of(evaluate(model, task, batches(many), how, device=device)),
-        generated=generated,
-        baselines={
-            name: TotalsData.of(evaluate_baseline(task, name, batches(many)))
-            for name in task.baselines()
-        },
-    )
-    write_test(folder, test)
+    def totals(checkpoint: Path) -> TotalsData:
+        model, some = load(checkpoint, device=device), batches(arm.test_sequences)
+        return TotalsData.of(evaluate(model, task, some, how, device=device))
+
+    other_stream = before is not None and bool(before.note)
+    if before is None or before.checkpoint != best.name or other_stream:
+        generated = None
+        if arm.generated_sequences:
+            model, some = load(best, device=device), batches(arm.generated_sequences)
+            generated = TotalsData.of(evaluate_generated(model, task, some, how, device=device))
+        before = RunTest(
+            checkpoint=best.name,
+            concurrent_runs=concurrent,
+            totals=totals(best),
+            generated=generated,
+            baselines={
+                name: TotalsData.of(evaluate_baseline(task, name, batches(arm.test_sequences)))
+                for name in task.baselines()
+            },
+        )
+    if last is not None:
+        before = before.model_copy(update={"last": totals(last), "last_checkpoint": last.name})
+    write_test(folder, before)
+
+
+def _is_of(test: RunTest, best: Path, last: Path | None) -> bool:
+    """Whether a test is of this checkpoint, and of the last one where that is to be tested."""
+    return test.checkpoint == best.name and (last is None or test.last_checkpoint == last.name)

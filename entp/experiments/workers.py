@@ -1,20 +1,29 @@
 """Work in parallel, in processes that save what they have when they are told to stop, and end with
-their parent."""
+their parent.
+
+A process does one task after another, so that what it has loaded and compiled serves the next. One
+that dies takes only its own task with it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+import pickle
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from itertools import islice
-from multiprocessing import active_children, get_context, parent_process
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from multiprocessing import connection, get_context, parent_process
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from entp.errors import TrainingStopped
 from entp.training.signals import StopSignals
+
+Work = Callable[..., int | None]
+"""Returns the signal that stopped it, if one did."""
 
 _working = threading.Lock()
 """Held while a process is at work."""
@@ -31,68 +40,153 @@ class Ending(NamedTuple):
 
 
 def in_parallel(
-    jobs: int, work: Callable[..., int | None], tasks: Sequence[tuple[Any, ...]]
-) -> Iterator[Ending]:
+    jobs: int,
+    work: Work,
+    tasks: Sequence[tuple[Any, ...]],
+    environment: Mapping[str, str] | None = None,
+) -> Generator[Ending, None, None]:
     """How each of the tasks ended, as they do: work(*task) for all, `jobs` at a time.
 
-    `work` returns the signal that stopped it, if one did.
-
     SIGTERM and SIGINT are passed on to those at work, which save what they have; nothing else is
-    begun then. A second SIGINT ends them at once.
+    begun then. A second SIGINT ends them at once. Whoever stops asking for endings stops those at
+    work too.
+
+    environment: variables that the processes have beside those of this one.
     """
-    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_wait_quietly)
     todo = iter(enumerate(tasks))
-    waiting: dict[Future[int | None], int] = {}
+    workers: list[_Worker] = []
 
-    def begin(count: int) -> None:
-        """No more than are at work: what a pool has taken in, it begins even after a signal."""
-        for number, task in islice(todo, count):
-            waiting[pool.submit(_at_work, work, *task)] = number
+    def begin(worker: _Worker | None = None) -> Iterator[Ending]:
+        """Give a process, or a new one, the next task that can be sent; the endings of others."""
+        for number, task in todo:
+            if worker is None:
+                worker = _Worker(environment or {})
+                workers.append(worker)
+            error = worker.give(number, work, task)
+            if error is None:
+                return
+            yield Ending(number, error=error)
 
-    with StopSignals(_terminate_all, _kill_all) as signals:
+    def terminate() -> None:
+        for worker in workers:
+            worker.process.terminate()
+
+    def kill() -> None:
+        for worker in workers:
+            worker.process.kill()
+
+    with StopSignals(terminate, kill) as signals:
         try:
-            begin(jobs)
-            while waiting:
-                done = wait(waiting, timeout=1, return_when=FIRST_COMPLETED).done
+            for _ in range(jobs):
+                yield from begin()
+            while busy := {worker.pipe: worker for worker in workers if worker.number is not None}:
+                done = connection.wait(list(busy), timeout=1)
                 if signals.caught:
-                    _terminate_all()  # again: one that had not begun to train did not listen
-                for future in done:
-                    ending = _ending(waiting.pop(future), future, signals)
+                    terminate()  # again: one that had not begun to train did not listen
+                for pipe in done:
+                    worker = busy[pipe]  # type: ignore[index]
+                    ending = worker.ending()
+                    if not worker.is_there:
+                        workers.remove(worker)
+                    if signals.caught:  # one that was only just starting may have died of it
+                        error = ending.error if worker.is_there else None
+                        ending = Ending(ending.number, signals.caught, error)
                     if not ending.stopped_by:
-                        begin(1)
+                        yield from begin(worker if worker.is_there else None)
                     yield ending
                     if ending.stopped_by:
                         return
         finally:
-            pool.shutdown(wait=not signals.caught, cancel_futures=True)
-            while signals.caught and (left := active_children()):
-                _terminate_all()
-                left[0].join(1)
+            for worker in workers:
+                worker.pipe.close()  # one without work ends by that
+            while left := [worker for worker in workers if worker.process.is_alive()]:
+                terminate()
+                left[0].process.join(1)
+            for worker in workers:
+                worker.process.join()
 
 
-def _ending(number: int, future: Future[int | None], signals: StopSignals) -> Ending:
-    """How what is done ended: by the parent's own signal, where it caught one."""
+class _Worker:
+    """A process that does one task after another, and this side of its pipe."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        context = get_context("spawn")
+        self.pipe, there = context.Pipe()
+        self.process = context.Process(target=_serve, args=(there, dict(environment)))
+        self.process.start()
+        there.close()  # its end is the process's alone, so that each notices when the other is gone
+        self.number: int | None = None
+        """The task that it is at work on."""
+        self.is_there = True
+
+    def give(self, number: int, work: Work, task: tuple[Any, ...]) -> Exception | None:
+        """Let it do a task; why that cannot be sent, if so."""
+        try:
+            message = pickle.dumps((work, task))
+        except Exception as error:
+            return error
+        with contextlib.suppress(OSError):  # it died: that is its ending
+            self.pipe.send_bytes(message)
+        self.number = number
+        return None
+
+    def ending(self) -> Ending:
+        """How its task ended, once there is something to read."""
+        assert self.number is not None
+        number, self.number = self.number, None
+        try:
+            return Ending(number, *self.pipe.recv())
+        except (EOFError, OSError):
+            self.is_there = False
+            self.process.join()
+            self.pipe.close()
+            return Ending(number, error=TrainingStopped(_died(self.process.exitcode)))
+
+
+def _died(code: int | None) -> str:
+    """What is known about a process that ended without a word."""
+    how = f"code {code}"
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            how = signal.Signals(-code).name
+    return (
+        f"its process died ({how}), perhaps because memory ran out: run again to go on, with fewer "
+        "--jobs; what was saved is kept."
+    )
+
+
+def _serve(pipe: Connection, environment: dict[str, str]) -> None:
+    """Do what is asked for until the other side is gone."""
+    os.environ.update(environment)  # before anything asks for a GPU
+    _wait_quietly()
     try:
-        return Ending(number, signals.caught or future.result())
-    except BrokenProcessPool:
-        if signals.caught:  # one that was only just starting died of the signal
-            return Ending(number, signals.caught)
-        raise TrainingStopped(
-            "a process died, perhaps because memory ran out: run again to go on, with fewer "
-            "--jobs; what was saved is kept."
-        ) from None
+        while True:
+            result = _done(pipe.recv_bytes())
+            _release()
+            pipe.send(result)
+    except (EOFError, OSError):
+        return  # nobody asks any more
+
+
+def _done(message: bytes) -> tuple[int | None, Exception | None]:
+    """The signal that stopped a task, and the error that it failed by, if any."""
+    try:
+        work, task = pickle.loads(message)
+        return _at_work(work, *task), None
     except Exception as error:
-        return Ending(number, signals.caught, error)
+        return None, _that_travels(error)
 
 
-def _terminate_all() -> None:
-    for process in active_children():
-        process.terminate()
-
-
-def _kill_all() -> None:
-    for process in active_children():
-        process.kill()
+def _that_travels(error: Exception) -> Exception:
+    """A copy of the error, without what it was raised in, or one that says the same where it
+    cannot be sent."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:
+        copy = None
+    if isinstance(copy, Exception):
+        return copy
+    return TrainingStopped(f"{type(error).__name__}: {error}")
 
 
 def _wait_quietly() -> None:
@@ -111,6 +205,15 @@ def _end_with_parent() -> None:
             os._exit(1)
 
 
-def _at_work(work: Callable[..., int | None], *task: Any) -> int | None:
+def _at_work(work: Work, *task: Any) -> int | None:
     with _working:
         return work(*task)
+
+
+def _release() -> None:
+    """Give back the memory of a task that is done: others on the device may want it."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):  # a GPU that failed: the task said so
+            torch.cuda.empty_cache()

@@ -101,7 +101,8 @@ RECIPES = [
     ("count3 --tiny --max-minutes nan", "--max-minutes is nan: it must be above 0"),
     ("count3 --tiny --only", "--only names no arm: give one or more"),
     ("count3 --tiny --only None", "unknown arm of count3-tiny 'None': allowed are"),
-    ("count3 --tiny --jobs 0", "--jobs is 0: it must be at least 1"),
+    ("count3 --tiny --jobs 0", "--jobs is 0: it must be at least 1, or auto"),
+    ("count3 --tiny --jobs many", r"'many' is not a whole number\. Expected --jobs INT\|\{auto\}"),
     ("count3 --tiny --out runs/first/config.json", "cannot be used: Not a directory"),
     ("count3 --tiny --record nowhere/x.json", "--record nowhere/x.json is in a folder that does"),
 ]
@@ -120,7 +121,7 @@ THEORY = [
     ("compiled --seed -1", "--seed is -1: it must be at least 0"),
 ]
 BENCH = [
-    ("walk", "unknown benchmark 'walk': allowed are step, generate, scaling"),
+    ("walk", "unknown benchmark 'walk': allowed are step, generate, scaling, sweep"),
     ("--out nowhere/x.json", "in a folder that does not exist: make nowhere first"),
     ("step --shapes count4", "unknown shape 'count4': allowed are count3, text, small-deep, small"),
     ("--shapes small --length 9", "--shapes small decides what --length would"),

@@ -3,6 +3,8 @@ begins with it."""
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
 import sys
 import time
@@ -37,6 +39,67 @@ def fails(number: int) -> int | None:
     if number == 1:
         raise ValueError("the second")
     return None
+
+
+def dies(number: int) -> int | None:
+    """The second process is killed."""
+    if number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return None
+
+
+class Large:
+    """What a task holds, in a circle that only a collection finds."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def keeps(folder: Path, number: int) -> int | None:
+    """Tells the process, and how many large things there are in it."""
+    gc.disable()  # nothing is collected by chance
+    held = Large()
+    alive = sum(isinstance(thing, Large) for thing in gc.get_objects())
+    (folder / str(number)).write_text(f"{os.getpid()} {alive}")
+    return None if held.itself is held else 1
+
+
+def trains(folder: Path, number: int, device: str) -> int | None:
+    """Tells how many models there are, and how many bytes on a GPU, before it trains one more."""
+    import torch
+    from small_runs import small_run
+
+    from entp.model import Transformer
+    from entp.training.trainer import train
+
+    alive = sum(isinstance(thing, Transformer) for thing in gc.get_objects())
+    used = torch.cuda.memory_allocated() if device == "cuda" and number else 0
+    (folder / str(number)).write_text(f"{alive} {used}")
+    run = small_run(seed=number, mode="entp" if number % 2 else "decoder")
+    return train(run, folder / f"run{number}", device=device, quiet=True).stopped_by
+
+
+def tells_variable(path: Path, name: str) -> int | None:
+    path.write_text(os.environ[name])
+    return None
+
+
+class Odd(Exception):
+    """Cannot be made again from what it says."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def raises_odd(number: int) -> int | None:
+    raise Odd(number, number + 1)
+
+
+def until_stopped_or_first(folder: Path, number: int) -> int | None:
+    """The first is done once the second is at work."""
+    if number == 0:
+        return None if see(folder / "1.begun") else 1
+    return until_stopped(folder, number)
 
 
 def until_stopped(folder: Path, number: int) -> int | None:

@@ -10,13 +10,16 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small_records import small_recipe
 
 from entp.config import OptimConfig
@@ -25,7 +28,7 @@ from entp.experiments import RECIPES
 from entp.experiments import reproduce as reproducing
 from entp.experiments.collect import find_folder, read_test
 from entp.experiments.recipe import Arm, Recipe, find_recipe
-from entp.experiments.reproduce import Outcome, reproduce, time_left
+from entp.experiments.reproduce import Outcome, reproduce, shared_device, time_left
 from entp.files import lock_folder
 from entp.results.schema import RunTest
 from entp.results.store import read_record, write_record
@@ -34,6 +37,7 @@ from entp.training.checkpoint import load
 from entp.training.evaluate import evaluate, split_batches
 from entp.training.forward import Forward
 from entp.training.loggers import read_metrics
+from entp.training.mps import Shared
 
 BEFORE = Path(__file__).parents[1] / "fixtures" / "before_the_move"
 ENTP, DECODER = "ENTP", "decoder"
@@ -339,6 +343,43 @@ def test_record_of_another_recipe_is_left_alone(tmp_path: Path) -> None:
         run_once(decoder_only(), tmp_path, record=path)
 
 
+def test_last_checkpoint_is_tested_on_the_same_sequences(
+    tmp_path: Path, trained: list[Path]
+) -> None:
+    plain = decoder_only(steps=8)
+    before = run_once(plain, tmp_path).arms[DECODER].runs[0].test
+    assert before is not None
+    assert (before.last, before.last_checkpoint) == (None, "")
+    both = replace(plain, test_last=True)
+    for path in (None, tmp_path / "all.json"):  # the record asks for the last checkpoint as well
+        found = run_once(both, tmp_path, record=path).arms[DECODER].runs[0].test
+    assert len(trained) == 1
+    assert found is not None
+    assert found.last is not None
+    assert found.last_checkpoint == "step-00000008"
+    assert found.model_copy(update={"last": None, "last_checkpoint": ""}) == before
+    arm = both.runs()[0]
+    folder = find_folder(arm, tmp_path / "small")
+    batches = split_batches(arm.run.task, "test", 2, 8, 2**31)
+    again = evaluate(load(folder, "last"), arm.run.task, batches, Forward.of(arm.run))
+    assert again.to_json()["all"] == found.last.all
+
+
+def test_run_of_a_record_gets_its_last_checkpoint_tested_where_its_folder_is(
+    tmp_path: Path, trained: list[Path]
+) -> None:
+    recipe, path = decoder_only(), tmp_path / "all.json"
+    run_once(recipe, tmp_path, record=path)
+    both = replace(recipe, test_last=True)
+    elsewhere = run_once(both, tmp_path / "other", record=path).arms[DECODER].runs[0].test
+    assert elsewhere is not None
+    assert elsewhere.last is None
+    here = run_once(both, tmp_path, record=path).arms[DECODER].runs[0].test
+    assert here is not None
+    assert here.last is not None
+    assert len(trained) == 1
+
+
 def test_best_checkpoint_is_tested_again_only_when_it_is_another(tmp_path: Path) -> None:
     recipe = decoder_only()
     run_once(recipe, tmp_path)
@@ -377,11 +418,12 @@ def test_what_is_done_is_recorded_before_the_next_begins(
 
 def when_two_train(root: Path) -> None:
     """Send SIGTERM to this process alone, as a batch system does, when two runs have evaluated and
-    one is tested."""
-    limit = time.monotonic() + 120
+    one has ended."""
+    limit, results = time.monotonic() + 120, root / "results.json"
     while time.monotonic() < limit:
         begun = [path for path in root.glob("*/metrics.jsonl") if '"eval"' in path.read_text()]
-        if len(begun) == 3 and list(root.glob("*/test.json")):
+        ended = read_record(results).arms[ENTP].runs if results.exists() else []
+        if len(begun) == 3 and any(run.test for run in ended):
             break
         time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -399,18 +441,18 @@ def test_runs_in_parallel_are_those_one_by_one_and_a_signal_saves_all(
     one = run_once(recipe, tmp_path / "one", only=[ENTP]).arms[ENTP].runs[0]
     watcher = threading.Thread(target=when_two_train, args=(tmp_path / "two" / "small",))
     watcher.start()
-    found = run_once(recipe, tmp_path / "two", jobs=2)
+    found = run_once(recipe, tmp_path / "two", jobs=3)
     watcher.join()
     told = capfd.readouterr().err
-    assert "3 runs, 2 at a time\n" in told
-    assert re.search(r"\[1/3\] ENTP, seed 0: done, about \d+ s left\n", told)
+    assert "3 runs, 3 at a time\n" in told
+    assert re.search(r"\[1/3\] ENTP, seed 0: done, about \d+ min left\n", told)
     assert re.search(r"\[2/3\] decoder, seed \d: stopped\n", told)
     assert found.stopped_by == signal.SIGTERM
     assert active_children() == []
     two = found.arms[ENTP].runs[0]
     assert one.test is not None
     assert two.test is not None
-    assert (one.test.concurrent_runs, two.test.concurrent_runs) == (1, 2)
+    assert (one.test.concurrent_runs, two.test.concurrent_runs) == (1, 3)
     assert one.test.totals == two.test.totals
     assert [point.values for point in one.curve] == [point.values for point in two.curve]
     stopped = found.arms[DECODER].runs
@@ -420,6 +462,65 @@ def test_runs_in_parallel_are_those_one_by_one_and_a_signal_saves_all(
         rows = read_metrics(folder)
         assert run.steps == max(row["step"] for row in rows if row["kind"] == "train")
         assert list(folder.glob(f"checkpoints/step-{run.steps:08d}"))
+
+
+def test_failed_run_of_several_at_once_is_named_and_stops_none(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One folder is held by another process."""
+    recipe = small_recipe(generated_sequences=0)
+    folder = find_folder(recipe.runs()[0], tmp_path / "small")
+    folder.mkdir(parents=True)
+    with (
+        lock_folder(folder),
+        pytest.raises(InputError, match=r"1 of 3 runs failed\. ENTP, seed 0: .* is being trained"),
+    ):
+        run_once(recipe, tmp_path, jobs=2)
+    told = capfd.readouterr().err
+    assert "ENTP, seed 0: failed" in told
+    assert "[3/3]" in told
+    found = read_record(tmp_path / "small" / "results.json")
+    assert status(found.arms[ENTP]) == "done, 1 seed not run"
+    assert status(found.arms[DECODER]) == "done"
+    assert found.arms[DECODER].runs[0].test is not None
+    assert found.arms[DECODER].runs[0].test.concurrent_runs == 2
+
+
+def test_jobs_auto_is_one_at_a_time_on_a_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run_once(small_recipe(generated_sequences=0), tmp_path, jobs="auto")
+    assert [status(arm) for arm in found.arms.values()] == ["done", "done"]
+    assert found.arms[DECODER].runs[0].test is not None
+    assert found.arms[DECODER].runs[0].test.concurrent_runs == 1
+    told = capsys.readouterr().err
+    assert "[1/3] ENTP, seed 0\n" in told
+    assert "MPS" not in told
+
+
+@pytest.mark.parametrize(("jobs", "expected"), [("auto", 3), (2, 2)])
+def test_runs_that_share_a_gpu_do_so_by_a_daemon(
+    jobs: Any, expected: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arms, asked = small_recipe().runs(), []
+
+    @contextmanager
+    def shared_gpu(device: str) -> Iterator[Shared]:
+        asked.append(device)
+        yield Shared(True, {"A": "b"}, "MPS: yes.")
+
+    monkeypatch.setattr(reproducing, "pick_device", lambda *_: torch.device("cuda:0"))
+    monkeypatch.setattr(reproducing, "how_many", lambda arms, device, at_once: len(arms))
+    monkeypatch.setattr(reproducing, "shared_gpu", shared_gpu)
+    with shared_device(arms, "auto", jobs) as (found, shared):
+        assert (found, shared.environment) == (expected, {"A": "b"})
+    with shared_device(arms[:1], "auto", jobs) as (found, shared):
+        assert (found, shared) == (1, Shared())  # one run needs none
+    monkeypatch.setattr(reproducing, "how_many", lambda arms, device, at_once: 1)
+    with shared_device(arms, "auto", "auto") as (found, shared):
+        assert (found, shared) == (1, Shared())
+    assert asked == ["cuda:0"]
+    assert capsys.readouterr().err == "MPS: yes.\n"
 
 
 @pytest.mark.parametrize(
@@ -435,3 +536,7 @@ def test_runs_in_parallel_are_those_one_by_one_and_a_signal_saves_all(
 )
 def test_time_that_is_left(told: str, seconds: float, done: int, runs: int, jobs: int) -> None:
     assert time_left(seconds, done, runs, jobs) == told
+
+
+def test_time_that_is_left_where_the_others_are_shorter() -> None:
+    assert time_left(65, 4, 8, 4, longer=0.4) == ", about 26 s left"

@@ -10,10 +10,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import active_children
 from pathlib import Path
+from typing import Any
 
 import pytest
-from parallel_work import LIMIT, fails, meet, see, stop
+from parallel_work import (
+    LIMIT,
+    dies,
+    fails,
+    keeps,
+    meet,
+    raises_odd,
+    see,
+    stop,
+    tells_variable,
+    trains,
+    until_stopped_or_first,
+)
 
 from entp.errors import TrainingStopped
 from entp.experiments.workers import Ending, in_parallel
@@ -48,10 +62,65 @@ def test_as_many_at_once_as_asked_and_signals_are_then_handled_as_before(tmp_pat
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_a_process_that_dies_is_not_one_that_is_done() -> None:
+def test_a_process_that_dies_takes_only_its_own_task_with_it() -> None:
     """As the system ends one where memory runs out."""
-    with pytest.raises(TrainingStopped, match="run again to go on, with fewer --jobs"):
-        list(in_parallel(2, os._exit, [(9,)]))
+    endings = sorted(in_parallel(2, dies, [(n,) for n in range(4)]), key=lambda end: end.number)
+    assert [end.error is None for end in endings] == [True, False, True, True]
+    assert isinstance(endings[1].error, TrainingStopped)
+    assert "its process died (SIGKILL)" in str(endings[1].error)
+    assert "run again to go on, with fewer --jobs" in str(endings[1].error)
+
+
+def test_a_process_does_one_task_after_another(tmp_path: Path) -> None:
+    """What it has loaded serves the next, and memory of the last is given back."""
+    assert len(list(in_parallel(1, keeps, [(tmp_path, n) for n in range(3)]))) == 3
+    found = [(tmp_path / str(n)).read_text().split() for n in range(3)]
+    assert len({process for process, _ in found}) == 1
+    assert [alive for _, alive in found] == ["1", "1", "1"]
+
+
+def after_training(folder: Path, device: str) -> list[list[int]]:
+    """Models, and bytes on a GPU, that a process still holds when it begins each of four runs."""
+    endings = list(in_parallel(1, trains, [(folder, n, device) for n in range(4)]))
+    assert [ending.error for ending in endings] == [None] * 4
+    return [[int(word) for word in (folder / str(n)).read_text().split()] for n in range(4)]
+
+
+def test_nothing_of_a_finished_run_is_kept(tmp_path: Path) -> None:
+    assert after_training(tmp_path, "cpu") == [[0, 0]] * 4
+
+
+@pytest.mark.gpu
+def test_memory_of_finished_runs_does_not_add_up(tmp_path: Path) -> None:
+    """What stays is the engine's workspace and the tables of the last few masks."""
+    alive, used = zip(*after_training(tmp_path, "cuda"), strict=True)
+    assert alive == (0, 0, 0, 0)
+    assert used[3] <= used[2] + 2**20
+    assert used[3] < 2**27
+
+
+def test_processes_have_the_variables_that_they_are_given(tmp_path: Path) -> None:
+    (ending,) = in_parallel(1, tells_variable, [(tmp_path / "a", "ENTP_TEST")], {"ENTP_TEST": "b"})
+    assert ending == Ending(0)
+    assert (tmp_path / "a").read_text() == "b"
+    assert "ENTP_TEST" not in os.environ
+
+
+def test_what_cannot_be_sent_is_an_ending_too(tmp_path: Path) -> None:
+    """A task, or an error that takes other arguments than it has."""
+    tasks: list[tuple[Any, ...]] = [(lambda: None,), (2,)]
+    one, two = sorted(in_parallel(1, raises_odd, tasks), key=lambda end: end.number)
+    assert "pickle" in str(one.error)
+    assert str(two.error) == "Odd: 2 and 3"
+
+
+def test_whoever_asks_no_more_stops_those_at_work(tmp_path: Path) -> None:
+    tasks = [(tmp_path, n) for n in (0, 1)]
+    endings = in_parallel(2, until_stopped_or_first, tasks)
+    assert next(endings) == Ending(0)
+    endings.close()
+    assert active_children() == []
+    assert (tmp_path / "1.saved").exists()
 
 
 def test_one_that_fails_does_not_stop_the_others() -> None:

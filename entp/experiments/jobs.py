@@ -1,0 +1,125 @@
+"""How many runs one device serves best at a time, and in which order they begin."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from entp.config import Mode, ModelConfig, Run
+from entp.engine.budget import BUSY
+from entp.engine.flops import decoder_flops, engine_flops
+from entp.engine.layout import rows_of
+from entp.errors import InputError
+from entp.experiments.collect import read_folder
+from entp.experiments.recipe import ArmRun
+from entp.tasks.base import Task
+
+AT_ONCE, IN_TURNS = 8, 2
+"""Most runs that share a GPU, where their kernels run at the same time and where they take turns:
+more gain nothing (`entp bench sweep`). In turns steps gain nothing at all, but one run can start or
+write while another trains."""
+FILL = 3.0
+"""Work of the runs of one GPU together, in units of what keeps it busy: they do not all compute all
+the time."""
+MEMORY = 0.8
+"""The part of a GPU's memory that runs may fill."""
+OWN_BYTES = 2**30
+"""What a process holds on a GPU before it trains."""
+ROW_BYTES = 3 * 24
+"""Bytes of a row of prefixes, for each layer and unit of width (docs/engine.md)."""
+WEIGHT_BYTES = 16
+"""Bytes of a weight, with its gradient and AdamW's state."""
+STEP_SECONDS, FLOPS_PER_SECOND = 0.8e-3, 2e14
+"""A step of a small model on a GPU, and what is computed in addition: for comparisons."""
+
+
+class Step(NamedTuple):
+    """What a training step computes."""
+
+    rows: int
+    """Rows of prefixes, or of sequences in other modes than entp."""
+    flops: int
+
+
+def step_of(run: Run) -> Step:
+    """A typical step of a run. Where its task cannot tell, which is an error of that run alone, one
+    of whole sequences."""
+    try:
+        return _step(run.task.for_seed(0), run.model, run.mode, run.batch_size)
+    except Exception:
+        return Step(run.batch_size * run.model.context_length, 0)
+
+
+@lru_cache(maxsize=256)
+def _step(task: Task, model: ModelConfig, mode: Mode, batch_size: int) -> Step:
+    targets = torch.from_numpy(task.batch(0, "train", 0, batch_size).target_mask)
+    if mode == "entp":
+        return Step(sum(rows_of(targets)), engine_flops(model, targets).total)
+    return Step(targets.numel(), decoder_flops(model, targets).total)
+
+
+def expected_seconds(run: Run, done: int = 0) -> float:
+    """About how long a run takes on a GPU after so many steps: good for comparisons."""
+    steps = max(0, run.steps - done)
+    seconds = steps * (STEP_SECONDS + step_of(run).flops / FLOPS_PER_SECOND)
+    return min(seconds, run.train.max_seconds or math.inf)
+
+
+def longest_first(arms: Sequence[ArmRun], root: Path) -> list[ArmRun]:
+    """The runs in the order in which they begin, so that none is left for the end which is longer
+    than the others; equal ones as in the recipe."""
+    return sorted(arms, key=lambda arm: -expected_seconds(arm.run, _steps_done(arm, root)))
+
+
+def _steps_done(arm: ArmRun, root: Path) -> int:
+    try:
+        found = read_folder(arm, root)
+    except InputError:  # a damaged folder: whoever trains it says so
+        return 0
+    return 0 if found is None else found.steps
+
+
+def how_many(arms: Sequence[ArmRun], device: torch.device, at_once: bool) -> int:
+    """Runs at a time that the device serves best; on a CPU one, which has all its cores.
+
+    at_once: whether kernels of different processes run at the same time.
+    """
+    if device.type != "cuda":
+        return 1
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return fitting([arm.run for arm in arms], memory, _cores(), at_once)
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def fitting(runs: Sequence[Run], memory: float, cores: int, at_once: bool) -> int:
+    """Runs at a time on a GPU of so many bytes, each with a core and a half of its own: at most as
+    many as fill it, and as fit in its memory."""
+    if not runs:
+        return 1
+    work = sum(step_of(run).rows * run.model.width * run.model.depth for run in runs) / len(runs)
+    limits = (
+        len(runs),
+        AT_ONCE if at_once else IN_TURNS,
+        int(cores / 1.5),
+        math.ceil(FILL * BUSY / work),
+        int(MEMORY * memory / max(map(run_bytes, runs))),
+    )
+    return max(1, min(limits))
+
+
+def run_bytes(run: Run) -> int:
+    """Bytes of a GPU's memory that a run may take, roughly and rather too many."""
+    model = run.model
+    per_row = ROW_BYTES * model.depth * model.width
+    weights = 12 * model.layers * model.width**2
+    return OWN_BYTES + step_of(run).rows * per_row + WEIGHT_BYTES * weights

@@ -1,0 +1,119 @@
+"""How many runs share a device, and in which order they begin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from small_records import small_recipe
+from small_runs import small_run
+
+from entp.bench.shapes import RandomTokens
+from entp.config import Mode, Run, TrainConfig, model_for
+from entp.errors import InputError
+from entp.experiments import jobs
+from entp.experiments.jobs import (
+    expected_seconds,
+    fitting,
+    how_many,
+    longest_first,
+    run_bytes,
+    step_of,
+)
+from entp.experiments.recipe import Arm, Recipe
+from entp.experiments.reproduce import reproduce
+from entp.tasks.base import Batch
+from entp.tasks.counting import Count3
+
+H200 = 139 * 2**30
+
+
+class Fails(RandomTokens):
+    """Cannot make a batch."""
+
+    def batch(self, *_: object) -> Batch:
+        raise InputError("there is no such file.")
+
+
+def windows(mode: Mode = "decoder", size: str = "small", **changes: object) -> Run:
+    """The shape of addition in windows of 64 characters."""
+    task = RandomTokens(64, 14)
+    return replace(Run(task, model_for(task, size), mode), **changes)  # type: ignore[arg-type]
+
+
+def test_step_counts_the_rows_of_prefixes() -> None:
+    assert step_of(windows("entp")).rows == 64 * 64 * 65 // 2
+    assert step_of(windows("decoder")).rows == 64 * 64
+    assert step_of(windows("entp")).flops > 10 * step_of(windows("decoder")).flops
+
+
+def test_expected_seconds_follow_steps_and_the_clock() -> None:
+    run = windows("entp", steps=1000)
+    assert expected_seconds(run) == pytest.approx(4.0, rel=0.3)  # 3.6 ms a step on an H200
+    assert expected_seconds(run, done=750) == pytest.approx(expected_seconds(run) / 4)
+    assert expected_seconds(run, done=2000) == 0
+    assert expected_seconds(replace(run, train=TrainConfig(max_seconds=1.0))) == 1.0
+    assert expected_seconds(run) > 2 * expected_seconds(windows("decoder", steps=1000))
+
+
+def test_task_that_fails_is_its_own_runs_affair() -> None:
+    run = small_run(task=Fails(), model=model_for(Fails(), "small"), steps=100)
+    assert expected_seconds(run) == pytest.approx(100 * jobs.STEP_SECONDS)
+    assert fitting([run] * 4, H200, 16, True) == 4
+
+
+def recipe_of(*runs: Run) -> Recipe:
+    arms = [Arm(run, number=number) for number, run in enumerate(runs)]
+    return replace(small_recipe(generated_sequences=0), arms=arms)
+
+
+def test_longest_begin_first_and_equal_ones_as_in_the_recipe(tmp_path: Path) -> None:
+    one = small_run(steps=6, mode="decoder")
+    runs = [one, replace(one, steps=9), replace(one, seed=5), replace(one, steps=12)]
+    ordered = longest_first(recipe_of(*runs).runs(), tmp_path)
+    assert [arm.run.steps for arm in ordered] == [12, 9, 6, 6]
+    assert [arm.label for arm in ordered] == ["number 3", "number 1", "number 0", "number 2"]
+
+
+def test_steps_that_are_done_do_not_count(tmp_path: Path) -> None:
+    short = small_run(steps=6, mode="decoder")
+    long = replace(short, steps=8, model=model_for(short.task, "small", layers=2))
+    reproduce(recipe_of(replace(long, steps=5)), tmp_path, device="cpu")
+    arms = recipe_of(short, long).runs()
+    assert [arm.run.steps for arm in longest_first(arms, tmp_path / "small")] == [6, 8]
+    assert [arm.run.steps for arm in longest_first(arms, tmp_path / "nowhere")] == [8, 6]
+
+
+@pytest.mark.parametrize(
+    ("run", "count", "memory", "cores", "at_once", "expected"),
+    [
+        (windows("decoder"), 100, H200, 16, True, jobs.AT_ONCE),
+        (windows("decoder"), 100, H200, 16, False, jobs.IN_TURNS),
+        (windows("decoder"), 3, H200, 16, True, 3),  # no more than there are
+        (windows("decoder"), 100, H200, 4, True, 2),  # a core and a half for each
+        (windows("decoder"), 100, H200, 1, True, 1),
+        (windows("decoder"), 100, 5 * 2**30, 16, True, 3),  # memory
+        (windows("decoder"), 100, 2**20, 16, True, 1),
+        (windows("entp"), 100, H200, 16, True, 6),  # half a GPU's work each
+        (windows("entp", "large"), 100, H200, 16, True, 1),  # each fills it
+    ],
+)
+def test_as_many_as_a_gpu_serves(
+    run: Run, count: int, memory: float, cores: int, at_once: bool, expected: int
+) -> None:
+    assert fitting([run] * count, memory, cores, at_once) == expected
+
+
+def test_runs_of_the_paper_that_fill_a_gpu_are_alone_on_it() -> None:
+    task = Count3(prompt_length=17, length=65)
+    run = Run(task, model_for(task, "medium"), "entp")
+    assert fitting([run] * 10, H200, 16, True) <= 2
+    assert run_bytes(run) > 2**34
+
+
+def test_cpu_serves_one() -> None:
+    arms = recipe_of(small_run(), small_run(seed=1)).runs()
+    assert how_many(arms, torch.device("cpu"), at_once=True) == 1
+    assert fitting([], H200, 16, True) == 1

@@ -10,6 +10,9 @@ from entp.bench.shapes import VARIANTS, named_shapes, split_list
 from entp.errors import InputError
 
 Size = Literal["small", "medium", "large", "small-deep"]
+MOST_SECONDS = 600
+MOST_RUNS = 48
+"""Processes that one daemon of NVIDIA's Multi-Process Service takes."""
 
 
 @dataclass(frozen=True)
@@ -141,10 +144,56 @@ class BenchScalingOptions:
         return found
 
 
+@dataclass(frozen=True)
+class BenchSweepOptions:
+    """Measure small runs that share a device: processes, processes under MPS, stacked models."""
+
+    counts: str | None = None
+    """Numbers of runs at a time, with commas. None: 1,2,4,8,16 on CUDA, 1,2 on a CPU."""
+    batch_size: int | None = None
+    """Sequences of each run. None: 64 on CUDA, 2 on a CPU."""
+    seconds: float = 1.5
+    """Length of a measurement."""
+    repeats: int = 2
+    """Measurements of each."""
+    quick: bool = False
+    """The first two counts, 0.3 s each: shows that everything works."""
+    note: str | None = None
+    """A remark to keep with the numbers."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:NUMBER."""
+    out: Path | None = None
+    """Write the numbers to the section `sweep` of this JSON file as well, and draw its figure."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "batch_size", "repeats")
+        if not 0 < self.seconds <= MOST_SECONDS:
+            raise InputError(
+                f"--seconds is {self.seconds:g}: it must be above 0 and at most {MOST_SECONDS}."
+            )
+        check_out(self.out)
+        self.numbers()
+
+    def numbers(self) -> list[int] | None:
+        """The counts, ascending; None for those of the device."""
+        if self.counts is None:
+            return None
+        try:
+            found = sorted({int(word) for word in self.counts.split(",")})
+        except ValueError:
+            raise InputError(
+                f"--counts {self.counts!r} is not a list of whole numbers such as 1,2,4."
+            ) from None
+        if not 1 <= found[0] <= found[-1] <= MOST_RUNS:
+            raise InputError(f"--counts {self.counts}: allowed are 1 to {MOST_RUNS}.")
+        return found
+
+
 BENCHES: dict[str, type] = {
     "step": BenchStepOptions,
     "generate": BenchGenerateOptions,
     "scaling": BenchScalingOptions,
+    "sweep": BenchSweepOptions,
 }
 """The benchmarks: each is the module entp.bench.NAME with `bench(options)` and `report(section)`.
 """

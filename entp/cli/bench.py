@@ -1,4 +1,5 @@
-"""`entp bench [WHAT]`: time and memory of a training step, of generation, and as length grows."""
+"""`entp bench [WHAT]`: time and memory of a training step, of generation, as length grows, and of
+runs that share a device."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from entp.cli.parse import parse, part_of
 
 
 def bench_command(args: list[str]) -> int:
-    """bench [WHAT]: time and memory: a training step, generation, growth with length"""
+    """bench [WHAT]: time and memory: a training step, generation, growth with length, sweeps"""
     what, rest = part_of(args, "bench", "benchmark", BENCHES, "step")
     options: Any = parse(BENCHES[what], rest, f"entp bench {what}")
     from entp.report.bench import draw_sections

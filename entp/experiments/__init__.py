@@ -7,6 +7,10 @@ RECIPES: dict[str, str] = {
     "count3-longer": "entp.experiments.recipes.count3_depth:LONGER",
     "count3-rates": "entp.experiments.recipes.count3_rates:RECIPE",
     "match3": "entp.experiments.recipes.match3:RECIPE",
+    "addition-samples": "entp.experiments.recipes.addition:RECIPE",
+    "addition-rates": "entp.experiments.recipes.addition:RATES_RECIPE",
+    "addition-length": "entp.experiments.recipes.addition_length:RECIPE",
+    "addition-positions": "entp.experiments.recipes.addition_positions:RECIPE",
     "chase": "entp.experiments.recipes.chase:RECIPE",
 }
 """Recipes by name and where they live."""

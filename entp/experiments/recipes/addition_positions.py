@@ -1,0 +1,111 @@
+"""Beyond the paper: can ENTP win at length with positions made for it? Trained on numbers of up to
+10 digits, tested on every pair of lengths up to 20.
+
+The factor `positions`:
+  learned, rotary   the place in the sequence, trained on windows: lines would leave late places
+                    untrained
+  none              no positions, trained on lines: ENTP then sees a bag of tokens and which is the
+                    last, a control that must fail
+  abacus            the place in the number, with a random offset; numbers units first (McLeish et
+                    al. 2024)
+  coupled           digits of one place share a position (Cho et al. 2024); numbers padded with
+                    zeros
+In one layer ENTP and a decoder are the same function: their two rows must agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from entp.config import OptimConfig, Run, TrainConfig, model_for
+from entp.experiments.recipe import Arm, Figure, Recipe, Table
+from entp.experiments.recipes.addition import BOTH
+from entp.experiments.recipes.addition_length import MORE_STEPS, STEPS
+from entp.experiments.recipes.count3 import MODES
+from entp.tasks.addition import Addition
+
+LONGEST = 20
+LAYERS = 8
+FORMATS: dict[str, dict[str, Any]] = {
+    "learned": {"layout": "windows"},
+    "rotary": {"layout": "windows"},
+    "none": {},
+    "abacus": {"positions": "abacus", "operands": "reversed"},
+    "coupled": {"positions": "coupled", "operands": "padded"},
+}
+"""How the sums are given for each kind of positions."""
+
+
+def positions_run(mode: str, positions: str, layers: int = LAYERS) -> Run:
+    """The settings of `addition-length`."""
+    task = Addition(
+        digits=10,
+        train_examples=100_000,
+        sampling="lengths",
+        test="grid",
+        test_digits=LONGEST,
+        **FORMATS[positions],
+    )
+    table = positions if positions in ("rotary", "none") else "learned"
+    return Run(
+        task,
+        model_for(task, "small-deep", layers=layers, position_embedding=table),
+        MODES[mode],
+        steps=STEPS,
+        batch_size=64,
+        optim=OptimConfig(warmup_steps=500, decay_steps=MORE_STEPS, grad_clip=0.0),
+        train=TrainConfig(
+            eval_every=500, eval_batches=32, checkpoint_every=5_000, log_every=100, monitor="loss"
+        ),
+    )
+
+
+def tiny_run(run: Run) -> Run:
+    """Numbers of up to 3 digits, tested on up to 5, for a model of at most 2 layers."""
+    assert isinstance(run.task, Addition)
+    task = replace(
+        run.task, digits=3, train_examples=2_000, test_digits=5, window=32, max_offset=10
+    )
+    table = run.model.position_embedding
+    layers = min(2, run.model.layers)
+    return replace(
+        run,
+        task=task,
+        model=model_for(task, "small", layers=layers, heads=2, width=32, position_embedding=table),
+        steps=20,
+        batch_size=8,
+        optim=OptimConfig(lr=3e-3, min_lr=3e-4, warmup_steps=5, decay_steps=30),
+        train=replace(run.train, eval_every=10, eval_batches=2, checkpoint_every=10),
+    )
+
+
+RECIPE = Recipe(
+    name="addition-positions",
+    title="Addition of longer numbers with five kinds of positions",
+    question="Does ENTP add longer numbers than a decoder with positions made for addition?",
+    arms=[
+        *(
+            Arm(
+                positions_run(mode, positions),
+                mode=mode,
+                positions=positions,
+                layers=LAYERS,
+            )
+            for positions in FORMATS
+            for mode in BOTH
+        ),
+        *(
+            Arm(positions_run(mode, "learned", 1), mode=mode, positions="learned", layers=1)
+            for mode in BOTH
+        ),
+    ],
+    tiny_run=tiny_run,
+    tiny_arms={"positions": ["rotary", "coupled"]},
+    table=Table(rows=("positions", "layers"), columns="mode", cells="exact_match", versus="mode"),
+    figure=(
+        Figure("slices", x="digits", y="exact_match", lines=("mode", "positions", "layers")),
+        Figure("grid", x="operands", y="exact_match", where={"layers": LAYERS}),
+    ),
+    test_sequences=20_000,
+)

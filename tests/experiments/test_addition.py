@@ -1,0 +1,103 @@
+"""Recipes of addition: the controls that they rest on, and small runs from end to end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from entp.config import Run
+from entp.experiments.recipe import Recipe, find_recipe
+from entp.experiments.recipes.addition import RECIPE as SAMPLES
+from entp.experiments.recipes.addition import samples_run
+from entp.experiments.recipes.addition_length import RECIPE as LENGTH
+from entp.experiments.recipes.addition_positions import RECIPE as POSITIONS
+from entp.experiments.recipes.addition_positions import positions_run, tiny_run
+from entp.experiments.reproduce import reproduce
+from entp.model import Transformer
+from entp.results.summary import run_totals
+from entp.tasks.addition import Addition
+
+
+def small_model(run: Run) -> tuple[Transformer, Run]:
+    torch.manual_seed(0)
+    small = tiny_run(run)
+    return Transformer(small.model).double(), small
+
+
+def test_entp_without_positions_sees_a_bag_of_tokens_and_the_last() -> None:
+    model, run = small_model(positions_run("ENTP", "none"))
+    batch = run.task.batch(0, "test", 0, 8)
+    x = torch.from_numpy(batch.x[:, :12])
+    order = torch.randperm(11, generator=torch.Generator().manual_seed(0))
+    mixed = torch.cat([x[:, order], x[:, 11:]], 1)
+    last = torch.zeros(x.shape, dtype=torch.bool)
+    last[:, -1] = True
+    assert not torch.equal(x, mixed)
+    one, other = (model(tokens, "entp", at=last) for tokens in (x, mixed))
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    one, other = (model(tokens, "decoder", at=last) for tokens in (x, mixed))
+    assert (one - other).abs().max() > 1e-3  # the causal mask tells a decoder the order
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary", "abacus", "coupled"])
+def test_one_layer_of_entp_is_a_decoder(positions: str) -> None:
+    model, run = small_model(positions_run("ENTP", positions, layers=1))
+    batch = run.task.batch(0, "test", 0, 8)
+    x, at = torch.from_numpy(batch.x), torch.from_numpy(batch.target_mask)
+    ids = {}
+    if batch.position_ids is not None:
+        ids = {"position_ids": torch.from_numpy(batch.position_ids)}
+    one, other = (model(x, mode, at=at, **ids) for mode in ("entp", "decoder"))
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_samples_are_the_papers_hundred_runs_and_two() -> None:
+    runs = SAMPLES.runs()
+    assert len(runs) == 102
+    assert len({one.hash for one in runs}) == 102
+    for one in runs:
+        task = one.run.task
+        assert isinstance(task, Addition)
+        assert task.split_seed == one.run.seed  # the seed also draws the split
+    both = (
+        samples_run("ENTP", "small", "plain", 5_000),
+        samples_run("decoder", "small", "plain", 5_000),
+    )
+    assert replace(both[0], mode="decoder") == both[1]  # nothing but the mode differs
+
+
+def test_patience_waits_for_a_loss_with_many_examples() -> None:
+    few, many = (samples_run("ENTP", "small", "reversed", n) for n in (5_000, 10_000))
+    assert few.train.patience == many.train.patience == 10
+    assert (few.train.patience_from, many.train.patience_from) == (None, 1.1)
+
+
+@pytest.mark.parametrize("recipe", [SAMPLES, LENGTH, POSITIONS], ids=lambda recipe: recipe.name)
+def test_tiny_version_from_end_to_end(recipe: Recipe, tmp_path: Path) -> None:
+    record = reproduce(recipe.tiny(), tmp_path, device="cpu")
+    for arm in record.arms.values():
+        for run in arm.runs:
+            totals = run_totals(record, run)
+            assert run.done
+            assert totals is not None
+            assert totals.sequences >= 64
+            assert totals.sliced("exact_match", "digits")
+    assert (tmp_path / f"{recipe.name}-tiny" / "results.png").stat().st_size > 10_000
+
+
+def test_lengths_are_measured_at_three_checkpoints(tmp_path: Path) -> None:
+    record = reproduce(LENGTH.tiny(), tmp_path, device="cpu", seed=0)
+    for arm in record.arms.values():
+        (run,) = arm.runs
+        assert run.test is not None
+        assert run.test.last is not None
+        assert [point.step for point in run.splits["test"]] == [10, 20, 30]
+        assert set(run.splits["test"][0].totals.slices["exact_match"]["digits"]) == {"4", "5"}
+
+
+def test_names_are_known() -> None:
+    for name in ("addition-samples", "addition-rates", "addition-length", "addition-positions"):
+        assert find_recipe(name).name == name

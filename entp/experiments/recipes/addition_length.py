@@ -91,10 +91,17 @@ RECIPE = Recipe(
     tiny_arms={"steps": STEPS},
     figure=(
         *(
-            Figure("slices", x="digits", y="exact_match", lines=("mode", "steps"), source=source)
+            Figure(
+                "slices",
+                x="digits",
+                y="exact_match",
+                lines="mode",
+                panels="steps",
+                source=source,
+            )
             for source in ("best", "last", "test")
         ),
-        Figure("curves", y=("loss", "exact_match"), lines=("mode", "steps")),
+        Figure("curves", y=("loss", "exact_match"), lines="mode", where={"steps": STEPS}),
     ),
     reproduced_if=(
         "Written before these runs. With 25,000 steps and three seeds, ENTP's mean exact match is "

@@ -99,5 +99,6 @@ def test_lengths_are_measured_at_three_checkpoints(tmp_path: Path) -> None:
 
 
 def test_names_are_known() -> None:
-    for name in ("addition-samples", "addition-rates", "addition-length", "addition-positions"):
+    for name in ("samples", "rates", "lines", "length", "positions"):
+        name = f"addition-{name}"
         assert find_recipe(name).name == name

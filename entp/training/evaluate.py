@@ -196,9 +196,7 @@ def _generated(
     """The generated answer to each target."""
     from entp.engine.generation.generate import generate
 
-    first = _first_target(task, batch)
-    prompts = torch.from_numpy(batch.x[:, : first + 1]).to(device)
-    new = batch.y.shape[1] - first
+    check_generation(task, batch)
     more: dict[str, Any] = {}
     if batch.position_ids is not None:
         more["position_ids"] = position_function(task)
@@ -207,10 +205,14 @@ def _generated(
                 f"{task.name} has position ids and does not say which generated tokens have: give "
                 "it a method position_ids."
             )
-    with how.autocast(torch.device(device)):
-        out = generate(model, prompts, new, how.mode, **more)
     answers = np.full(batch.y.shape, IGNORE, dtype=np.int64)
-    answers[:, first:] = out[:, first + 1 :].cpu().numpy()
+    begins, width = batch.target_mask.argmax(1), batch.y.shape[1]
+    for first in np.unique(begins):  # prompts of one length at a time
+        rows = np.flatnonzero(begins == first)
+        prompts = torch.from_numpy(batch.x[rows, : first + 1]).to(device)
+        with how.autocast(torch.device(device)):
+            out = generate(model, prompts, width - int(first), how.mode, **more)
+        answers[rows, first:] = out[:, first + 1 :].cpu().numpy()
     return answers[batch.target_mask]
 
 
@@ -226,15 +228,15 @@ def position_function(task: Task) -> Callable[[Tensor], Tensor] | None:
     return ids
 
 
-def _first_target(task: Task, batch: Batch) -> int:
-    """The position of the first target, from where the model generates."""
-    mask = batch.target_mask
-    first = mask.argmax(1)
-    follows = (batch.y[:, :-1] == batch.x[:, 1:]) | ~mask[:, :-1]
-    together = bool((first == first[0]).all())
-    if task.loss != "cross_entropy" or not together or not follows.all():
-        raise InputError(
-            f"{task.name} has nothing to generate: its targets are not the tokens that follow, or "
-            "do not begin together."
-        )
-    return int(first[0])
+def check_generation(task: Task, batch: Batch) -> None:
+    """InputError unless every target is the token that follows, from a sequence's first on."""
+    mask, tokens = batch.target_mask, batch.x[:, 1:]
+    if task.loss == "cross_entropy" and batch.x.ndim == 2:
+        read = mask[:, :-1]
+        if batch.lengths is not None:  # after the last token there is none to follow
+            read = read & (np.arange(1, batch.x.shape[1]) < batch.lengths[:, None])
+        if ((batch.y[:, :-1] == tokens) | ~read).all():
+            return
+    raise InputError(
+        f"{task.name} has nothing to generate: its targets are not the tokens that follow."
+    )

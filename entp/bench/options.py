@@ -146,7 +146,7 @@ class BenchScalingOptions:
 
 @dataclass(frozen=True)
 class BenchSweepOptions:
-    """Measure small runs that share a device: processes, processes under MPS, stacked models."""
+    """Measure small runs that share a device: in turns, and under MPS."""
 
     counts: str | None = None
     """Numbers of runs at a time, with commas. None: 1,2,4,8,16 on CUDA, 1,2 on a CPU."""

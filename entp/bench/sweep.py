@@ -1,8 +1,8 @@
 """`entp bench sweep`: steps per second of many small runs on one device, together.
 
-One run at a time, several processes that take turns on the GPU, the same under NVIDIA's
-Multi-Process Service, and several models stacked into one step. Processes do what training does
-between evaluations: batches made ahead, the captured step, the loss kept.
+One run at a time, several processes that take turns on the GPU, and the same under NVIDIA's
+Multi-Process Service. Processes do what training does between evaluations: batches made ahead, the
+captured step, the loss kept. Several models stacked into one step lost to that (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ import torch
 
 from entp.bench.measure import release, wait
 from entp.bench.options import BenchSweepOptions
-from entp.bench.stacked import Stack
 from entp.config import Mode, Run, model_for
 from entp.engine.layout import rows_of
 from entp.errors import InputError
 from entp.model import Transformer
 from entp.results.environment import environment
 from entp.tasks.addition import Addition
-from entp.tasks.base import Batch, Task
+from entp.tasks.base import Task
 from entp.terminal import format_table
 from entp.training.cuda_graph import EAGER_STEPS, Stepper
 from entp.training.distributed import World, pick_device
@@ -44,20 +43,27 @@ WARM_STEPS = {"cuda": EAGER_STEPS + 7, "cpu": 1}
 """Steps that are not timed: on CUDA a graph is captured in them."""
 LONG = 10**9
 """More steps than any measurement does."""
-PROCESSES, MPS, STACKED = "processes", "processes, MPS", "stacked"
+PROCESSES, MPS = "processes", "processes, MPS"
 """How runs share the device."""
 WANTED = 2.0
 """Steps per second of all runs together over those of one at a time, on a GPU."""
 
 
-def sweep_task() -> Task:
-    """The task of the runs: addition as in the recipe, windows of 64 characters."""
-    return Addition(digits=3, train_examples=5000, layout="windows", sampling="paper")
+WINDOW = {"cuda": 64, "cpu": 16}
+"""Characters of a window: as in the recipe, and few enough for a CPU."""
 
 
-def sweep_run(mode: Mode, batch_size: int, seed: int = 0) -> Run:
+def sweep_task(device: str = "cuda") -> Task:
+    """The task of the runs: addition as in the recipe."""
+    window = WINDOW[device]
+    return Addition(
+        digits=3, train_examples=5000, layout="windows", sampling="paper", window=window
+    )
+
+
+def sweep_run(mode: Mode, batch_size: int, seed: int = 0, device: str = "cuda") -> Run:
     """One of the runs."""
-    task = sweep_task()
+    task = sweep_task(device)
     return Run(task, model_for(task, "small"), mode, steps=LONG, batch_size=batch_size, seed=seed)
 
 
@@ -77,13 +83,12 @@ def bench(options: BenchSweepOptions) -> dict[str, Any]:
         if shared.environment:
             several = [count for count in counts if count > 1]
             rows += _by_processes(MPS, several, device, size, timing, shared.environment)
-    rows += _stacked(counts, device, size, timing)
-    targets = torch.from_numpy(sweep_task().batch(0, "train", 0, size).target_mask)
+    targets = torch.from_numpy(sweep_task(device.type).batch(0, "train", 0, size).target_mask)
     runs = _with_ratios(rows)
     return {
         "environment": environment(device, 1),
         "config": {
-            "task": sweep_task().name,
+            "task": sweep_task(device.type).name,
             "size": "small",
             "batch_size": size,
             "tokens": targets.shape[1],
@@ -234,7 +239,7 @@ def _rates(
     """Steps per second of all processes together, in each measurement."""
     seconds, repeats = timing
     for seed, process in enumerate(processes):
-        process.ask("prepare", str(device), [sweep_run(mode, batch_size, seed)])
+        process.ask("prepare", str(device), sweep_run(mode, batch_size, seed, device.type))
     _answers(processes)
     return [_together(processes, seconds) for _ in range(repeats)]
 
@@ -260,26 +265,6 @@ def _answers(processes: Sequence[Process]) -> list[Any]:
     if errors:
         raise errors[0]
     return found
-
-
-def _stacked(
-    counts: Sequence[int], device: torch.device, batch_size: int, timing: Timing
-) -> list[dict[str, Any]]:
-    """Rows of models in one step, in a process of their own."""
-    rows, (seconds, repeats) = [], timing
-    with _started(1, {}) as (process,):
-        for mode in MODES:
-            for count in counts:
-                runs = [sweep_run(mode, batch_size, seed) for seed in range(count)]
-                try:
-                    _all_answers([process], "prepare", str(device), runs, True)
-                    rates = [_together([process], seconds) for _ in range(repeats)]
-                    rows.append(_row(mode, STACKED, count, rates))
-                except InputError as error:
-                    rows.append(_row(mode, STACKED, count, [], str(error)))
-                with contextlib.suppress(InputError):
-                    _all_answers([process], "close")
-    return rows
 
 
 class Process:
@@ -375,45 +360,31 @@ class Desk:
 
 
 class Trainer:
-    """Training steps of one run, or of several stacked ones, after their warm-up."""
+    """Training steps of a run, after its warm-up."""
 
-    def __init__(self, device: str, runs: Sequence[Run], stacked: bool = False) -> None:
-        self.device, self.models = torch.device(device), len(runs)
+    def __init__(self, device: str, run: Run) -> None:
+        self.device = torch.device(device)
+        ahead = 0
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        run = runs[0]
-        cuda = self.device.type == "cuda"
-        wanted = processes_for(run.task, run.seed, run.batch_size) if cuda else 0
-        ahead = wanted if len(runs) == 1 else min(1, wanted)
-        self.streams = [
-            batches_ahead(one.task, one.seed, one.batch_size, range(one.steps), ahead)
-            for one in runs
-        ]
+            ahead = processes_for(run.task, run.seed, run.batch_size)
+        self.batches = batches_ahead(run.task, run.seed, run.batch_size, range(run.steps), ahead)
         self.meter, self.done = LossMeter(run.seed, run.train.log_every, self.device), 0
-        self.stack: Stack | None = None
-        self.stepper: Stepper | None = None
-        if stacked:
-            self.stack = Stack(run, [one.seed for one in runs], self.device)
-        else:
-            self.stepper = new_stepper(run, self.device)
+        self.stepper: Stepper | None = new_stepper(run, self.device)
         for _ in range(WARM_STEPS[self.device.type]):
             self.step()
         wait(self.device)
 
     def step(self) -> None:
         """One step, as training does it."""
-        batches: list[Batch] = [next(stream) for stream in self.streams]
-        if self.stack is not None:
-            loss = self.stack(batches)
-        else:
-            assert self.stepper is not None
-            loss = self.stepper(batches[0]).loss
-            self.stepper.state.step += 1
+        assert self.stepper is not None
+        loss = self.stepper(next(self.batches)).loss
+        self.stepper.state.step += 1
         self.meter.update(loss, self.done)
         self.done += 1
 
     def steps_per_second(self, seconds: float) -> float:
-        """Steps of all models together in a second, over at least so many seconds."""
+        """Over at least so many seconds."""
         wait(self.device)
         start, first = time.perf_counter(), self.done
         while True:
@@ -421,13 +392,12 @@ class Trainer:
             if time.perf_counter() - start >= seconds:
                 break
         wait(self.device)
-        return self.models * (self.done - first) / (time.perf_counter() - start)
+        return (self.done - first) / (time.perf_counter() - start)
 
     def close(self) -> None:
-        """End what makes batches, and let the models go."""
-        for stream in self.streams:
-            stream.close()  # type: ignore[attr-defined]
-        self.stack = self.stepper = None
+        """End what makes batches, and let the model go."""
+        self.batches.close()  # type: ignore[attr-defined]
+        self.stepper = None
 
 
 def new_stepper(run: Run, device: torch.device) -> Stepper:

@@ -1,4 +1,4 @@
-"""`entp bench sweep`: real runs in processes and stacked, their rates, the table and the figure."""
+"""`entp bench sweep`: real runs in processes, their rates, the table and the figure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from entp.bench import sweep
 from entp.bench.options import BenchSweepOptions
 from entp.bench.shapes import RandomTokens
-from entp.bench.sweep import MPS, PROCESSES, STACKED, Process, Trainer
+from entp.bench.sweep import MPS, PROCESSES, Process, Trainer
 from entp.config import model_for
 from entp.errors import InputError
 from entp.report.bench import draw
@@ -27,13 +27,13 @@ def small_section(error: str = "") -> dict[str, Any]:
     """A section as one that was measured."""
 
     def row(mode: Any, how: str, runs: int, rate: float) -> dict[str, Any]:
-        failed = bool(error) and (how, runs) == (STACKED, 2)
+        failed = bool(error) and (mode, how) == ("decoder", MPS)
         rates = [] if failed else [rate, rate + 2, rate + 1]
         return sweep._row(mode, how, runs, rates, error if failed else "")
 
     rows = [row("entp", PROCESSES, 1, 99.0), row("entp", PROCESSES, 2, 149.0)]
-    rows += [row("entp", MPS, 2, 199.0), row("entp", STACKED, 2, 179.0)]
-    rows += [row("decoder", PROCESSES, 1, 499.0), row("decoder", STACKED, 2, 899.0)]
+    rows += [row("entp", MPS, 2, 199.0)]
+    rows += [row("decoder", PROCESSES, 1, 499.0), row("decoder", MPS, 2, 899.0)]
     where = {"device": "a GPU", "torch": "2", "cores": 16, "commit": None, "date": "2026-01-01"}
     config = {"task": "addition", "size": "small", "batch_size": 64, "tokens": 64}
     runs = sweep._with_ratios(rows)
@@ -61,14 +61,14 @@ def test_ratios_are_to_one_run_at_a_time_of_the_same_mode() -> None:
     found = {(r["mode"], r["how"], r["runs"]): r for r in small_section()["runs"]}
     assert found["entp", PROCESSES, 1]["ratio"] == 1
     assert found["entp", MPS, 2]["ratio"] == 2
-    assert found["decoder", STACKED, 2]["ratio"] == 1.8
+    assert found["decoder", MPS, 2]["ratio"] == 1.8
     assert found["entp", MPS, 2]["median"] == 200
 
 
 def test_best_way_of_each_mode_stands_beside_the_target() -> None:
     entp, decoder = small_section()["targets"]
     assert (entp["how"], entp["reached"], entp["met"]) == (MPS, 2.0, True)
-    assert (decoder["how"], decoder["reached"], decoder["met"]) == (STACKED, 1.8, False)
+    assert (decoder["how"], decoder["reached"], decoder["met"]) == (MPS, 1.8, False)
 
 
 def test_report_names_everything() -> None:
@@ -88,8 +88,8 @@ def test_report_names_everything() -> None:
 def test_what_failed_is_said_and_has_no_numbers() -> None:
     section = small_section("OutOfMemoryError: too much")
     failed = [row for row in section["runs"] if row["error"]]
-    assert [(row["median"], row["ratio"]) for row in failed] == [(None, None)] * 2
-    assert "entp, stacked, 2 runs: OutOfMemoryError: too much" in sweep.report(section)
+    assert [(row["median"], row["ratio"]) for row in failed] == [(None, None)]
+    assert "decoder, processes, MPS, 2 runs: OutOfMemoryError: too much" in sweep.report(section)
 
 
 def test_section_is_recorded_and_drawn(tmp_path: Path) -> None:
@@ -121,16 +121,14 @@ def short_run(mode: Any, task: Task = SHORT, **changes: Any) -> Any:
     return replace(sweep.sweep_run("decoder", 3), task=task, model=model, mode=mode, **changes)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("mode", ["entp", "decoder"])
-def test_trainer_counts_the_steps_of_all_its_models(mode: str, stacked: bool) -> None:
-    runs = [short_run(mode, seed=seed) for seed in range(1 + stacked)]
-    trainer = Trainer("cpu", runs, stacked)
+def test_trainer_counts_its_steps(mode: str) -> None:
+    trainer = Trainer("cpu", short_run(mode))
     assert trainer.done == 1  # warm
     rate = trainer.steps_per_second(0.05)
     done = trainer.done - 1
     assert done >= 1
-    assert 0 < rate <= len(runs) * done / 0.05
+    assert 0 < rate <= done / 0.05
     before = trainer.meter.total
     assert trainer.meter.mean() > before
     trainer.close()
@@ -138,11 +136,11 @@ def test_trainer_counts_the_steps_of_all_its_models(mode: str, stacked: bool) ->
 
 def test_trainer_that_is_there_is_used_again() -> None:
     desk = sweep.Desk()
-    desk.prepare("cpu", [short_run("decoder")])
+    desk.prepare("cpu", short_run("decoder"))
     first = desk.trainer
-    desk.prepare("cpu", [short_run("decoder")])
+    desk.prepare("cpu", short_run("decoder"))
     assert desk.trainer is first
-    desk.prepare("cpu", [short_run("decoder", seed=1)])
+    desk.prepare("cpu", short_run("decoder", seed=1))
     assert desk.trainer is not first
     desk.close()
     assert desk.trainer is None
@@ -153,10 +151,10 @@ def test_process_answers_with_errors_and_goes_on() -> None:
     task = Count3(prompt_length=3, length=6, num_values=6)
     process = Process({})
     try:
-        process.ask("prepare", "cpu", [short_run("prefix-lm", task)], True)
-        with pytest.raises(InputError, match="InputError: mode is prefix-lm"):
+        process.ask("prepare", "nowhere", short_run("decoder", task))
+        with pytest.raises(InputError, match=r"RuntimeError: .*nowhere"):
             process.answer()
-        process.ask("prepare", "cpu", [short_run("decoder", task)])
+        process.ask("prepare", "cpu", short_run("decoder", task))
         assert process.answer() is None
         rates = [sweep._together([process], 0.02) for _ in range(2)]
         assert min(rates) > 0
@@ -172,31 +170,22 @@ def test_process_answers_with_errors_and_goes_on() -> None:
 def test_a_run_has_every_number(capsys: pytest.CaptureFixture[str]) -> None:
     found = sweep.bench(BenchSweepOptions(quick=True, counts="1,2", batch_size=1, device="cpu"))
     ways = [(row["mode"], row["how"], row["runs"]) for row in found["runs"]]
-    assert ways == [
-        (mode, how, runs)
-        for how in (PROCESSES, STACKED)
-        for mode in ("entp", "decoder")
-        for runs in (1, 2)
-    ]
+    assert ways == [(mode, PROCESSES, n) for mode in ("entp", "decoder") for n in (1, 2)]
     assert all(row["median"] > 0 and row["error"] == "" for row in found["runs"])
     assert (found["mps"], found["targets"]) == ("", [])
-    assert found["config"]["rows"] == 64 * 65 // 2
+    assert found["config"]["rows"] == 16 * 17 // 2
     assert found["environment"]["date"]
-    assert "decoder, stacked, 2 at a time: " in capsys.readouterr().out
+    assert "decoder, processes, 2 at a time: " in capsys.readouterr().out
 
 
 @pytest.mark.gpu
-def test_graphs_of_all_ways_are_captured_on_cuda() -> None:
+def test_graphs_are_captured_on_cuda() -> None:
     for mode in ("entp", "decoder"):
         desk = sweep.Desk()
-        desk.prepare("cuda:0", [sweep.sweep_run(mode, 64)])  # type: ignore[arg-type]
+        desk.prepare("cuda:0", sweep.sweep_run(mode, 64))  # type: ignore[arg-type]
         assert desk.trainer is not None
         assert desk.trainer.stepper is not None
         assert desk.trainer.stepper.graphs
-        runs = [sweep.sweep_run(mode, 64, seed) for seed in range(4)]  # type: ignore[arg-type]
-        desk.prepare("cuda:0", runs, True)
-        assert desk.trainer.stack is not None
-        assert desk.trainer.stack.captured is not None
         assert desk.measure(0.2) > 0
         before = torch.cuda.memory_allocated()
         desk.close()

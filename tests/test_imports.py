@@ -34,7 +34,7 @@ inside functions too."""
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 OPTIONAL = {"matplotlib", "tyro", "pydantic", "scipy", "tensorboard", "wandb", "trackio"}
 EXEMPT = {"entp", "entp.__main__"}
-TECHNIQUES = ("ema", "importance", "curriculum", "batch_schedule")
+TECHNIQUES = ("ema", "importance", "curriculum", "batch_schedule", "random_targets")
 PLAIN_STEP = ("gradients", "inputs", "cuda_graph")
 """Modules of training that know of techniques in general, and of none in particular."""
 

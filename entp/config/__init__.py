@@ -10,6 +10,7 @@ from entp.config.techniques import (
     CurriculumConfig,
     EmaConfig,
     ImportanceConfig,
+    RandomTargetsConfig,
 )
 from entp.config.training import TrainConfig
 
@@ -27,6 +28,7 @@ __all__ = [
     "Mode",
     "ModelConfig",
     "OptimConfig",
+    "RandomTargetsConfig",
     "Run",
     "TrainConfig",
     "model_for",

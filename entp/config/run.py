@@ -15,6 +15,7 @@ from entp.config.techniques import (
     CurriculumConfig,
     EmaConfig,
     ImportanceConfig,
+    RandomTargetsConfig,
 )
 from entp.config.training import TrainConfig
 from entp.fields import check_numbers, choice_problems, raise_problems
@@ -45,6 +46,8 @@ class Run:
     """Moving average of the weights."""
     importance: ImportanceConfig | None = None
     """Sampled targets."""
+    random_targets: RandomTargetsConfig | None = None
+    """A few targets of each sequence."""
     batch_schedule: BatchScheduleConfig | None = None
     """Another batch size late in training."""
     curriculum: CurriculumConfig | None = None
@@ -69,6 +72,11 @@ class Run:
             problems.append(
                 "importance is for mode entp, where each prediction has a cost of its own, not "
                 f"for {self.mode}"
+            )
+        if self.importance is not None and self.random_targets is not None:
+            problems.append(
+                "importance and random_targets both choose which targets get gradients: leave one "
+                "of them out"
             )
         problems += self._model_problems()
         problems += self._curriculum_problems()

@@ -50,6 +50,20 @@ class ImportanceConfig:
 
 
 @dataclass(frozen=True)
+class RandomTargetsConfig:
+    """Gradients of a few targets of each sequence, drawn at random in every step and weighted so
+    that the gradient is unbiased."""
+
+    count: int
+    """Targets per sequence that get gradients; all of a sequence that has no more."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "random_targets.")
+        if self.count < 1:
+            raise InputError(f"random_targets.count is {self.count}: it must be at least 1.")
+
+
+@dataclass(frozen=True)
 class BatchScheduleConfig:
     """Another batch size from some step on: late in training gradients are noisier."""
 
@@ -104,6 +118,7 @@ class CurriculumConfig:
 TECHNIQUE_CONFIGS: dict[str, type] = {
     "ema": EmaConfig,
     "importance": ImportanceConfig,
+    "random_targets": RandomTargetsConfig,
     "batch_schedule": BatchScheduleConfig,
     "curriculum": CurriculumConfig,
 }

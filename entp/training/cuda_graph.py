@@ -35,6 +35,9 @@ MOST_SEEN = 1000
 """Different shapes whose steps are counted."""
 MOST_GRAPHS = 4
 """Graphs kept for different shapes: each holds the memory of a step."""
+IDLE_STEPS = 200
+"""Steps without its shape after which a graph makes room for another: sequences may grow in the
+course of training."""
 MOST_COVER = 8
 """Rows that a padded batch may have in its cover, as a multiple of its own."""
 LOOK_AHEAD = 64
@@ -65,6 +68,8 @@ class Stepper:
         self.use_graphs, self.device, self.world = use_graphs, device, world
         self.seen: Counter[Key] = Counter()
         self.graphs: dict[Key, _Captured] = {}
+        self.replayed: dict[Key, int] = {}
+        """The last step of each graph."""
         self.covers: dict[int, Cover] = {}
         """For padded batches, by their size."""
         self.outgrown: Counter[int] = Counter()
@@ -98,12 +103,13 @@ class Stepper:
             if len(self.seen) >= MOST_SEEN:
                 self.seen.clear()  # masks that differ from batch to batch: nothing to capture
             self.seen[key] += 1
-            if self.seen[key] <= wait or len(self.graphs) >= MOST_GRAPHS:
+            if self.seen[key] <= wait or not self._make_room():
                 return self._eager(how, constant, stop)
             inputs = self._inputs(how, constant)
             layouts = self._layouts(how, inputs)
             inputs.tables.extend(chunk_tables(layouts, inputs["x"].device))  # cuda:0, not cuda
             self.graphs[key] = _Captured(self, how, inputs, self.stream)
+        self.replayed[key] = self.state.step
         loss, norm = self.graphs[key].replay(self._arrays(constant))
         return Updated(loss, norm, stop)
 
@@ -164,6 +170,16 @@ class Stepper:
         """A padded batch in its cover; None if that costs too much."""
         cover = self._grow(batch)
         return cover(batch) if cover.cost(batch, how.mode) <= MOST_COVER else None
+
+    def _make_room(self) -> bool:
+        """Whether there may be one more graph, if need be instead of one long unused."""
+        if len(self.graphs) < MOST_GRAPHS:
+            return True
+        oldest = min(self.graphs, key=lambda key: self.replayed[key])
+        if self.state.step - self.replayed[oldest] < IDLE_STEPS:
+            return False
+        del self.graphs[oldest]
+        return True
 
     def _forget(self) -> None:
         self.graphs.clear()

@@ -51,6 +51,8 @@ def step_arrays(
 ) -> dict[str, Tensor]:
     """The arrays of a step on the CPU: this process's share of the batch, and the techniques'
     own."""
+    for technique in techniques:
+        batch = technique.arrange(step, batch)
     mine = batch.part(world.rank, world.size) if world.size > 1 else batch
     arrays = {"x": mine.x, "y": mine.y}
     for name in ("lengths", "position_ids"):

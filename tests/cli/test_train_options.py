@@ -19,6 +19,7 @@ from entp.config import (
     EmaConfig,
     ImportanceConfig,
     ModelConfig,
+    RandomTargetsConfig,
     Run,
     TrainConfig,
     model_for,
@@ -49,6 +50,7 @@ def test_without_options_the_run_is_the_default_one() -> None:
             {"importance": ImportanceConfig(9, "decoder")},
         ),
         ("--importance.proposal entp", {"importance": ImportanceConfig()}),
+        ("--random-targets.count 8", {"random_targets": RandomTargetsConfig(8)}),
         (
             "--batch-schedule.step 5 --batch-schedule.batch-size 8",
             {"batch_schedule": BatchScheduleConfig(5, 8)},

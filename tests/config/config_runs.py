@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from entp.config import (
@@ -11,6 +12,7 @@ from entp.config import (
     EmaConfig,
     ImportanceConfig,
     OptimConfig,
+    RandomTargetsConfig,
     Run,
     TrainConfig,
     model_for,
@@ -29,6 +31,8 @@ TECHNIQUES = Run(
     batch_schedule=BatchScheduleConfig(800, 32),
     curriculum=CurriculumConfig(600, "random-prefix", 16, 1e-3, uniform_lengths=True),
 )
+RANDOM_TARGETS = replace(TECHNIQUES, importance=None, random_targets=RandomTargetsConfig(12))
+"""These two exclude each other."""
 SMALL = Count2(4, 9, 5)
 ALL_SET = Run(
     SMALL,
@@ -75,6 +79,7 @@ MATCH3 = Run(
 RUNS = {
     "defaults": DEFAULTS,
     "techniques": TECHNIQUES,
+    "random targets": RANDOM_TARGETS,
     "all set": ALL_SET,
     "match3": MATCH3,
     "addition": Run(Addition(), model_for(Addition())),

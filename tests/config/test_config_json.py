@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_runs import DEFAULTS, RUNS, TECHNIQUES, as_json, changed
+from config_runs import DEFAULTS, RANDOM_TARGETS, RUNS, TECHNIQUES, as_json, changed
 
 from entp.config import OptimConfig, Run, model_for
 from entp.config.json import config_hash, model_from_json, read_run, run_from_json, run_to_json
@@ -114,6 +114,11 @@ def test_wrong_types_are_named(path: str, value: Any) -> None:
 def test_null_turns_a_technique_off(name: str) -> None:
     run = run_from_json(changed(TECHNIQUES, name, None))
     assert run == dataclasses.replace(TECHNIQUES, **{name: None})
+
+
+def test_null_turns_random_targets_off() -> None:
+    run = run_from_json(changed(RANDOM_TARGETS, "random_targets", None))
+    assert run == dataclasses.replace(TECHNIQUES, importance=None)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_runs import DEFAULTS, TECHNIQUES, as_json, changed
+from config_runs import DEFAULTS, RANDOM_TARGETS, TECHNIQUES, as_json, changed
 
 from entp.config import (
     TECHNIQUE_CONFIGS,
@@ -181,6 +181,7 @@ OTHER_VALUES = {
     "train.cuda_graph": False,
     "train.logger": "wandb",
     "importance.proposal": "entp",
+    "random_targets": {"count": 3},
     "curriculum.mode": "decoder",
     "curriculum.lr": 2e-3,
     "curriculum.uniform_lengths": False,
@@ -194,6 +195,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "optim.precondition_every": {"optim.name": "muon"},
     "train.patience_from": {"train.patience": 3},
     "importance.proposal": {"importance.samples": None},
+    "random_targets": {"importance": None},
     "curriculum.mode": {"curriculum.uniform_lengths": False},
 }
 """What has to be another value too; the run that is compared with has it as well if it can."""
@@ -224,8 +226,14 @@ def test_fields_free_to_change_exist() -> None:
 
 @pytest.mark.parametrize("name", TECHNIQUE_CONFIGS)
 def test_hash_changes_when_a_technique_is_turned_on(name: str) -> None:
-    on = dataclasses.replace(DEFAULTS, **{name: getattr(TECHNIQUES, name)})
+    config = getattr(TECHNIQUES, name) or getattr(RANDOM_TARGETS, name)
+    on = dataclasses.replace(DEFAULTS, **{name: config})
     assert config_hash(on) != config_hash(DEFAULTS)
+
+
+def test_hash_changes_with_the_number_of_random_targets() -> None:
+    other = with_values(RANDOM_TARGETS, {"random_targets.count": 13})
+    assert config_hash(other) != config_hash(RANDOM_TARGETS)
 
 
 def test_hash_changes_with_a_technique_whose_fields_are_all_defaults() -> None:

@@ -5,9 +5,12 @@ The factor `training`:
   paper           the paper's settings
   tuned           its architecture, data and exact objective, with optimizer, batch size and
                   schedule tuned; decoders get the wall-clock of ENTP's curriculum on an H200
+  random targets  tuned ENTP with four times as many sequences per step from the first on, of which
+                  each has a quarter of its targets: a step costs as much as one of 64 sequences
   curriculum      ENTP whose first steps are a decoder's, in which ever more tokens see later ones
   matched steps   a decoder that reads what tuned ENTP reads, with its settings
-  matched data    a decoder that reads as many sequences, with settings that suit decoders
+  matched data    a decoder that reads as many sequences, with settings that suit decoders; also at
+                  half of their learning rate, 1e-3
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from entp.config import (
     ImportanceConfig,
     Mode,
     OptimConfig,
+    RandomTargetsConfig,
     Run,
     TrainConfig,
     model_for,
@@ -53,6 +57,13 @@ SCRATCH_STEPS, LATE_STEP = 43_000, 25_000
 (docs/LOG.md)."""
 SCRATCH_STOP = 0.99
 """Tuned ENTP stops at this exact match on 1,024 validation sequences."""
+RANDOM_TARGETS = 12
+"""Of 48 targets of a sequence."""
+RANDOM_STEPS, RANDOM_SECONDS = 84_000, 1680.0
+"""A step has 6.30 TFLOP (engine/flops.py), one of tuned ENTP's first 25,000 has 6.27 and takes 19.4
+ms on an H200 (docs/LOG.md): 84,000 steps take 1,638 s. The clock ends the run after 28 minutes."""
+RANDOM_STOP = 0.98
+"""ENTP with random targets stops at this exact match on 1,024 validation sequences."""
 CURRICULUM_STEPS, ENTP_STEPS = 88_000, 24_000
 """Of ENTP with a curriculum, which stops at CURRICULUM_STOP on 2,048 validation sequences, as seeds
 differ."""
@@ -101,6 +112,21 @@ def tuned_entp() -> Run:
     )
 
 
+def random_targets_entp() -> Run:
+    """ENTP from scratch, with MANY sequences per step and a few targets of each."""
+    run = tuned_entp()
+    return replace(
+        run,
+        steps=RANDOM_STEPS,
+        batch_size=MANY,
+        optim=tuned_optim(RANDOM_STEPS),
+        train=replace(run.train, eval_batches=4, stop_at=RANDOM_STOP, max_seconds=RANDOM_SECONDS),
+        importance=None,
+        random_targets=RandomTargetsConfig(RANDOM_TARGETS),
+        batch_schedule=None,
+    )
+
+
 def matched_steps() -> Run:
     """A decoder that reads what tuned ENTP reads, with its optimizer: who needs fewer sequences?"""
     run = tuned_entp()
@@ -108,11 +134,11 @@ def matched_steps() -> Run:
     return replace(run, mode="decoder", importance=None, train=train)
 
 
-def matched_data() -> Run:
+def matched_data(lr: float = SHORT_LR) -> Run:
     """The same sequences, but MANY in every step, and fewer steps: what suits decoders."""
     sequences = LATE_STEP * 64 + (SCRATCH_STEPS - LATE_STEP) * MANY
     steps = sequences // MANY
-    optim = replace(tuned_optim(steps, SHORT_LR), precondition_every=LONG_PRECONDITION)
+    optim = replace(tuned_optim(steps, lr), precondition_every=LONG_PRECONDITION)
     return replace(tuned_decoder(TASK, steps), optim=optim)
 
 
@@ -149,6 +175,7 @@ def tiny_run(run: Run) -> Run:
         train=TrainConfig(eval_every=10, eval_batches=2, checkpoint_every=10),
         ema=None,
         importance=None,
+        random_targets=RandomTargetsConfig(2) if run.random_targets else None,
         batch_schedule=None,
         curriculum=tiny_curriculum(run, 15),
     )
@@ -187,8 +214,10 @@ RECIPE = Recipe(
         paper_arm("prefix-lm decoder", "medium"),
         medium_arm(curriculum_entp(), "ENTP", "curriculum", (0, 1, 2)),
         medium_arm(tuned_entp(), "ENTP", "tuned"),
+        medium_arm(random_targets_entp(), "ENTP", "random targets"),
         medium_arm(matched_steps(), "decoder", "matched steps"),
         medium_arm(matched_data(), "decoder", "matched data", (0, 1, 2)),
+        medium_arm(matched_data(LONG_LR), "decoder", "matched data, 1e-3", (0, 1, 2)),
         medium_arm(tuned_for("decoder"), "decoder", "tuned", (0, 1)),
         medium_arm(tuned_for("prefix-lm"), "prefix-lm decoder", "tuned"),
     ],

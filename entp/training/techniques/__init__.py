@@ -4,6 +4,7 @@ here."""
 TECHNIQUES: dict[str, str] = {
     "batch_schedule": "entp.training.techniques.batch_schedule:BatchSchedule",
     "curriculum": "entp.training.techniques.curriculum:Curriculum",
+    "random_targets": "entp.training.techniques.random_targets:RandomTargets",
     "importance": "entp.training.techniques.importance_sampling:ImportanceSampling",
     "ema": "entp.training.techniques.ema:Ema",
 }

@@ -59,8 +59,15 @@ class Technique:
         """The schedule that a step belongs to, and the step at which it begins; None: the run's."""
         return None
 
+    def arrange(self, step: int, batch: Batch) -> Batch:
+        """The sequences of a step in the order in which they are computed."""
+        return batch
+
     def arrays(self, step: int, batch: Batch, world: World) -> dict[str, Tensor]:
-        """Arrays on the CPU that the step reads; "weights" multiplies the targets' weights."""
+        """Arrays on the CPU that the step reads, of this process's share of an arranged batch.
+
+        "weights" multiplies the targets' weights. "y" replaces the targets: it may drop some.
+        """
         return {}
 
     def prepare(self, state: State, coming: Coming) -> None:

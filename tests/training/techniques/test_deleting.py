@@ -27,6 +27,7 @@ from entp.config import (
     CurriculumConfig,
     EmaConfig,
     ImportanceConfig,
+    RandomTargetsConfig,
     Run,
 )
 from entp.errors import InputError
@@ -45,7 +46,13 @@ CONFIGS: dict[str, Any] = {
     "importance": ImportanceConfig(9, "decoder"),
     "batch_schedule": BatchScheduleConfig(1, 4),
     "curriculum": CurriculumConfig(1, "random-prefix"),
+    "random_targets": RandomTargetsConfig(2),
 }
+TOGETHER = {
+    f"without {name}": {n: config for n, config in CONFIGS.items() if n != name}
+    for name in ("importance", "random_targets")
+}
+"""These two exclude each other."""
 
 
 def short_run(**changes: Any) -> Run:
@@ -124,78 +131,78 @@ def test_every_line_is_a_field_of_a_run_and_a_file() -> None:
 
 
 def test_techniques_act_in_the_order_of_their_lines() -> None:
-    found = make_techniques(short_run(**CONFIGS))
-    assert [technique.name for technique in found] == list(TECHNIQUES)
+    for configs in TOGETHER.values():
+        found = make_techniques(short_run(**configs))
+        assert [technique.name for technique in found] == [n for n in TECHNIQUES if n in configs]
     assert make_techniques(short_run()) == []
 
 
-# A new one: each sequence keeps some of its targets
+# A new one: some sequences of a batch carry the loss
 
 
 @dataclass(frozen=True)
-class RandomTargetsConfig:
-    """Gradients of so many targets of each sequence, drawn anew in every step."""
+class SequenceDropoutConfig:
+    """Gradients of each sequence with a probability, drawn anew in every step."""
 
-    targets: int
+    keep: float
 
 
 @dataclass(frozen=True)
 class LaterRun(Run):
     """A run with one more field."""
 
-    random_targets: RandomTargetsConfig | None = None
+    sequence_dropout: SequenceDropoutConfig | None = None
 
 
-class RandomTargets(Technique):
-    """Each sequence keeps `targets` of its n targets, each with weight n / targets."""
+class SequenceDropout(Technique):
+    """Each sequence is kept with probability `keep`, and then has weight 1 / keep."""
 
     def __init__(self, run: Run) -> None:
         assert isinstance(run, LaterRun)
-        assert run.random_targets is not None
-        self.targets, self.seed = run.random_targets.targets, run.seed
+        assert run.sequence_dropout is not None
+        self.keep, self.seed = run.sequence_dropout.keep, run.seed
 
     def arrays(self, step: int, batch: Batch, world: World) -> dict[str, Tensor]:
         rng = np.random.default_rng((self.seed, step))
-        order = np.where(batch.target_mask, rng.random(batch.y.shape), 2.0).argsort(1).argsort(1)
-        many = batch.target_mask.sum(1, keepdims=True)
-        kept = batch.target_mask & (order < self.targets)
-        weights = kept * many / np.minimum(self.targets, many.clip(1))
-        return {"weights": torch.from_numpy(weights.astype(np.float32))[world.rank :: world.size]}
+        kept = rng.random(len(batch.y)) < self.keep
+        weights = np.broadcast_to(kept[:, None] / self.keep, batch.y.shape).astype(np.float32)
+        return {"weights": torch.from_numpy(weights)[world.rank :: world.size]}
 
 
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random targets: one line for what carries them out, and one for their options."""
-    monkeypatch.setitem(TECHNIQUES, "random_targets", f"{__name__}:RandomTargets")
-    monkeypatch.setitem(TECHNIQUE_CONFIGS, "random_targets", RandomTargetsConfig)
+    """Sequence dropout: one line for what carries it out, and one for its options."""
+    monkeypatch.setitem(TECHNIQUES, "sequence_dropout", f"{__name__}:SequenceDropout")
+    monkeypatch.setitem(TECHNIQUE_CONFIGS, "sequence_dropout", SequenceDropoutConfig)
 
 
-def later_run(targets: int | None, **changes: Any) -> Run:
+def later_run(keep: float | None, **changes: Any) -> Run:
     run = short_run(**changes)
     now = {f.name: getattr(run, f.name) for f in fields(run)}
-    return LaterRun(**now, random_targets=None if targets is None else RandomTargetsConfig(targets))
+    config = None if keep is None else SequenceDropoutConfig(keep)
+    return LaterRun(**now, sequence_dropout=config)
 
 
 @pytest.mark.usefixtures("added")
-@pytest.mark.parametrize("techniques", [{}, CONFIGS], ids=["alone", "with all others"])
+@pytest.mark.parametrize("techniques", [{}, *TOGETHER.values()], ids=["alone", *TOGETHER])
 def test_added_technique_trains_and_resumes(
     techniques: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("entp.config.json.Run", LaterRun)  # what config.json is read as
-    parts = train_and_resume(later_run(2, **techniques), tmp_path / "parts")
-    for targets in (2, None):
-        out = tmp_path / str(targets)
-        entp.train(later_run(targets, **techniques), out, device="cpu", quiet=True)
+    parts = train_and_resume(later_run(0.5, **techniques), tmp_path / "parts")
+    for keep in (0.5, None):
+        out = tmp_path / str(keep)
+        entp.train(later_run(keep, **techniques), out, device="cpu", quiet=True)
         whole = entp.load(out, "last").state_dict()
         same = all(torch.equal(whole[name], parts[name]) for name in whole)
-        assert same == (targets == 2)
+        assert same == (keep == 0.5)
 
 
 @pytest.mark.usefixtures("added")
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "with weights of the task"])
 def test_added_technique_has_an_unbiased_gradient(weighted: bool) -> None:
     """Over many draws the mean is the gradient of all targets, within five standard errors."""
-    run = later_run(2, train={"precision": "fp32"})
+    run = later_run(0.5, train={"precision": "fp32"})
     model = new_stepper(run).state.model
     batch = run.task.batch(0, "train", 0, run.batch_size)
     if weighted:
@@ -205,8 +212,6 @@ def test_added_technique_has_an_unbiased_gradient(weighted: bool) -> None:
 
     def gradient(step: int, techniques: list[Technique]) -> Tensor:
         arrays = step_arrays(batch, step, techniques, World())
-        if techniques:
-            assert ((arrays["weights"] > 0).sum(1) == 2).all()
         inputs = make_inputs(arrays, batch, how, model, CPU)
         _, found = gradients(model, inputs, how, techniques)
         return torch.cat([g.flatten() for g in found.values() if g is not None])
@@ -219,17 +224,17 @@ def test_added_technique_has_an_unbiased_gradient(weighted: bool) -> None:
 
 
 @pytest.mark.usefixtures("added")
-def test_added_technique_keeping_all_targets_changes_nothing() -> None:
+def test_added_technique_keeping_all_sequences_changes_nothing() -> None:
     found = []
-    for targets in (4, None):
-        run = later_run(targets, train={"precision": "fp32"})
+    for keep in (1.0, None):
+        run = later_run(keep, train={"precision": "fp32"})
         loss, norm, _ = new_stepper(run)(run.task.batch(0, "train", 0, run.batch_size))
         found.append((float(loss), float(norm)))
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
 def test_measured_model_is_a_techniques_own_or_the_trained_one() -> None:
-    state = new_stepper(short_run(**CONFIGS)).state
+    state = new_stepper(short_run(**TOGETHER["without importance"])).state
     assert state.measured is state.techniques[-1].measured()
     plain = new_stepper(short_run(importance=CONFIGS["importance"])).state
     assert plain.measured is plain.model

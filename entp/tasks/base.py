@@ -267,6 +267,7 @@ TASKS: dict[str, str] = {
     "match3": "entp.tasks.counting:Match3",
     "addition": "entp.tasks.addition:Addition",
     "chase": "entp.tasks.pointers:Chase",
+    "icl": "entp.tasks.in_context:InContext",
 }
 """Built-in tasks and where their class lives. `module:Class` names any other."""
 

@@ -33,6 +33,9 @@ class ReproduceOptions:
     record: Path | None = None
     """Add the results to this file, which may hold arms from other machines; table and figures are
     then of all of them."""
+    baselines: bool = True
+    """Let the task's baselines answer the test sequences too; slow ones take CPU minutes, and may
+    be added later."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:NUMBER."""
 
@@ -67,6 +70,7 @@ def reproduce_command(args: list[str]) -> int:
         jobs=options.jobs,
         record=options.record,
         max_minutes=options.max_minutes,
+        baselines=options.baselines,
     )
     files = [options.out / recipe.name, options.record]
     where = " and ".join(str(path) for path in files if path is not None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ import numpy as np
 from entp.config import Run
 from entp.config.json import config_hash, read_run, run_from_json, run_to_json
 from entp.errors import InputError
+from entp.experiments.cost import flops_by
 from entp.experiments.recipe import ArmRun
 from entp.files import parse_json, write_file
 from entp.results.environment import read_environment
 from entp.results.schema import (
+    BaselineRecord,
     Environment,
     Point,
     Record,
@@ -49,6 +52,9 @@ TEST, OLD_TEST = "test.json", "final.json"
 Kept = dict[str, RunRecord]
 """Recorded runs by the hash of their configuration."""
 Rows = list[dict[str, Any]]
+Streams = dict[tuple[Any, ...], tuple[ArmRun, BaselineRecord]]
+"""Test sequences by what tells them apart: a run that is tested on them, and what baselines
+answered to them."""
 
 
 def find_folder(arm: ArmRun, root: Path) -> Path:
@@ -105,6 +111,33 @@ def collect(blank: Record, arms: list[ArmRun], root: Path, kept: Kept) -> Record
     return blank.model_copy(update={"arms": filled})
 
 
+def baseline_streams(arms: Sequence[ArmRun], known: Sequence[BaselineRecord]) -> Streams:
+    """The test sequences that baselines are to answer, each with the run that they are of: those of
+    the first seed of every arm, each once. What is known of them is in it already; what is known of
+    others is left out."""
+    totals: dict[tuple[Any, ...], dict[str, TotalsData]] = {}
+    for one in known:
+        totals.setdefault(one.stream, {}).update(one.totals)
+    found: Streams = {}
+    labels = set()
+    for arm in arms:
+        if arm.label in labels:
+            continue
+        labels.add(arm.label)
+        for split in ("test", *arm.test_splits):
+            one = BaselineRecord(
+                task=run_to_json(arm.run)["task"],
+                seed=arm.run.seed,
+                split=split,
+                batch_size=arm.run.batch_size,
+                sequences=arm.test_sequences,
+            )
+            mine = totals.get(one.stream, {})
+            there = {name: mine[name] for name in arm.baseline_names if name in mine}
+            found.setdefault(one.stream, (arm, one.model_copy(update={"totals": there})))
+    return found
+
+
 def match_runs(record: Record, arms: list[ArmRun], path: Path, quiet: bool = False) -> Kept:
     """The runs of a record that are runs of these arms, whatever their labels; others are named on
     standard error."""
@@ -158,7 +191,7 @@ def read_folder(arm: ArmRun, root: Path) -> RunRecord | None:
         seed=run.seed,
         status=_status(run, evaluations, last),
         best=_best(run, evaluations),
-        test=read_test(folder, run),
+        test=_own_splits(read_test(folder, run), arm.splits),
         n=evaluations[-1]["n"],
         steps=last["step"],
         sequences=sequences,
@@ -171,6 +204,14 @@ def read_folder(arm: ArmRun, root: Path) -> RunRecord | None:
         environment=environment,
         caveats=run.task.caveats(sequences),
     )
+
+
+def _own_splits(test: RunTest | None, splits: Sequence[str]) -> RunTest | None:
+    """A test with these further splits alone: another recipe may have asked for more."""
+    if test is None:
+        return None
+    kept = {name: test.splits[name] for name in splits if name in test.splits}
+    return test.model_copy(update={"splits": kept})
 
 
 def _status(run: Run, evaluations: Rows, last: dict[str, Any]) -> str:
@@ -196,14 +237,17 @@ def _best(run: Run, evaluations: Rows) -> dict[str, float]:
 def _curve(plan: Plan, evaluations: Rows, steps: Rows) -> list[Point]:
     """At most POINTS of the evaluations, the last one included."""
     names = [metric.name for metric in plan.run.task.metrics]
+    kept = _thinned(evaluations)
+    flops = flops_by(plan.run, [row["step"] for row in kept])
     return [
         Point(
             step=row["step"],
             seconds=_seconds(row, steps),
             sequences=plan.sequences_by(row["step"]),
             values={name: row[name] for name in names if name in row},
+            flops=None if flops is None else flops[number],
         )
-        for row in _thinned(evaluations)
+        for number, row in enumerate(kept)
     ]
 
 

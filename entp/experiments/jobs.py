@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from entp.config import Mode, ModelConfig, Run
+from entp.config import Run
 from entp.engine.budget import BUSY
 from entp.engine.flops import decoder_flops, engine_flops
 from entp.engine.layout import rows_of
 from entp.errors import InputError
 from entp.experiments.collect import read_folder
+from entp.experiments.cost import carrying
 from entp.experiments.recipe import ArmRun
-from entp.tasks.base import Task
 
 AT_ONCE, IN_TURNS = 8, 2
 """Most runs that share a GPU, where their kernels run at the same time and where they take turns:
@@ -51,17 +52,18 @@ def step_of(run: Run) -> Step:
     """A typical step of a run. Where its task cannot tell, which is an error of that run alone, one
     of whole sequences."""
     try:
-        return _step(run.task.for_seed(0), run.model, run.mode, run.batch_size)
+        return _step(replace(run, task=run.task.for_seed(0), seed=0))
     except Exception:
         return Step(run.batch_size * run.model.context_length, 0)
 
 
 @lru_cache(maxsize=256)
-def _step(task: Task, model: ModelConfig, mode: Mode, batch_size: int) -> Step:
-    targets = torch.from_numpy(task.batch(0, "train", 0, batch_size).target_mask)
-    if mode == "entp":
-        return Step(sum(rows_of(targets)), engine_flops(model, targets).total)
-    return Step(targets.numel(), decoder_flops(model, targets).total)
+def _step(run: Run) -> Step:
+    late = run.steps - 1  # after any curriculum
+    targets = carrying(run, late, run.task.batch(0, "train", late, run.batch_size))
+    if run.mode == "entp":
+        return Step(sum(rows_of(targets)), engine_flops(run.model, targets).total)
+    return Step(targets.numel(), decoder_flops(run.model, targets).total)
 
 
 def expected_seconds(run: Run, done: int = 0) -> float:

@@ -25,6 +25,8 @@ from entp.experiments import RECIPES
 from entp.fields import as_int, raise_problems
 from entp.registry import find_named
 from entp.results.schema import (
+    PERMUTED,
+    SPLIT,
     VERSION,
     ArmRecord,
     AuthorsCurve,
@@ -40,6 +42,7 @@ from entp.results.schema import (
 )
 from entp.results.verdict import matches
 from entp.tasks.base import Task
+from entp.tasks.in_context import InContext
 
 __all__ = [
     "Arm",
@@ -51,8 +54,8 @@ __all__ = [
     "Table",
     "find_recipe",
 ]
-TINY_TEST, TINY_GENERATED, TINY_SEEDS = 64, 32, 2
-"""Sequences and seeds of tiny runs."""
+TINY_TEST, TINY_GENERATED, TINY_SEEDS, TINY_ORDERS = 64, 32, 2, 3
+"""Sequences, seeds and orders of tiny runs."""
 CURVES = Figure("curves")
 
 
@@ -116,6 +119,21 @@ class ArmRun:
     test_sequences: int
     generated_sequences: int
     test_last: bool = False
+    test_splits: tuple[str, ...] = ()
+    test_orders: int = 0
+    bootstrap: bool = False
+    baselines: tuple[str, ...] | None = None
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The names that its values on further splits have in a record."""
+        return (*self.test_splits, *([PERMUTED] if self.test_orders else []))
+
+    @property
+    def baseline_names(self) -> list[str]:
+        """The baselines that answer its test sequences."""
+        wanted = self.baselines
+        return [name for name in self.run.task.baselines() if wanted is None or name in wanted]
 
     @property
     def name(self) -> str:
@@ -157,6 +175,19 @@ class Recipe:
     """Test sequences whose answers it also generates."""
     test_last: bool = False
     """Test the last checkpoint too, on the same sequences."""
+    test_splits: tuple[str, ...] = ()
+    """Further splits that the best checkpoint is tested on, with as many sequences each."""
+    test_orders: int = 0
+    """Random orders of a prompt's examples in which the best checkpoint answers its query, of
+    in-context tasks: the variance of the answers is the split "permuted". 0: not tested."""
+    bootstrap: bool = False
+    """Also intervals by a bootstrap over test sequences; they are shown for arms of one seed."""
+    baselines: tuple[str, ...] | None = None
+    """Baselines that answer the test sequences, and those of further splits. None: all of the
+    task."""
+    folder: str = ""
+    """A recipe in whose folder its run folders are: runs that both have are trained once. Empty:
+    its own."""
     authors_curves: Mapping[str, AuthorsCurve] = field(default_factory=dict)
     """Label to the authors' curve, drawn in grey."""
     not_run: Mapping[str, str] = field(default_factory=dict)
@@ -183,6 +214,10 @@ class Recipe:
                 self.test_sequences,
                 self.generated_sequences,
                 self.test_last,
+                self.test_splits,
+                self.test_orders,
+                self.bootstrap,
+                self.baselines,
             )
             for arm in self.arms
             for own in arm.seeds
@@ -222,10 +257,12 @@ class Recipe:
         found = replace(
             self,
             name=f"{self.name}-tiny",
+            folder=f"{self.folder}-tiny" if self.folder else "",
             title=f"{self.title}, tiny runs",
             arms=[arm.as_tiny(self.tiny_run) for arm in arms],
             test_sequences=min(self.test_sequences, TINY_TEST),
             generated_sequences=min(self.generated_sequences, TINY_GENERATED),
+            test_orders=min(self.test_orders, TINY_ORDERS),
             authors_curves={},
             checks=(),
             command=f"{self.command or f'entp reproduce {self.name}'} --tiny",
@@ -247,11 +284,12 @@ def find_recipe(name: str) -> Recipe:
 
 def check_recipe(recipe: Recipe) -> None:
     """InputError for what would only come to light while its arms run, or after that."""
-    if not re.fullmatch(r"\w[\w.-]*", recipe.name):
-        raise InputError(
-            f"the recipe's name is {recipe.name!r}: letters, digits, - and _ are allowed, as it "
-            "names a folder."
-        )
+    for what, name in (("name", recipe.name), ("folder", recipe.folder or recipe.name)):
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise InputError(
+                f"the recipe's {what} is {name!r}: letters, digits, - and _ are allowed, as it "
+                "names a folder."
+            )
     strangers = [arm for arm in recipe.arms if not isinstance(arm, Arm)]
     if strangers or not recipe.arms:
         told = f"{strangers[0]!r} among its arms" if strangers else "no arms"
@@ -259,6 +297,7 @@ def check_recipe(recipe: Recipe) -> None:
     raise_problems([*_arm_problems(recipe), *_size_problems(recipe)])
     raise_problems([*_twins(recipe), *_generation_problems(recipe), *_metric_problems(recipe)])
     raise_problems([*_table_problems(recipe), *_figure_problems(recipe), *_check_problems(recipe)])
+    raise_problems([*_split_problems(recipe), *_baseline_problems(recipe)])
 
 
 def _arm_problems(recipe: Recipe) -> Iterator[str]:
@@ -328,6 +367,40 @@ def _can_generate(task: Task) -> bool:
     return task.loss == "cross_entropy" and together and bool(follows.all())
 
 
+def _split_problems(recipe: Recipe) -> Iterator[str]:
+    """Further splits that a task does not have, or that are shown and not tested."""
+    for arm in recipe.arms:
+        allowed = arm.run.task.more_splits
+        strangers = [split for split in recipe.test_splits if split not in allowed]
+        if strangers:
+            yield _unknown(f"split in test_splits of {arm.run.task.name}", strangers[0], allowed)
+            return
+    if recipe.test_orders == 1 or recipe.test_orders < 0:
+        yield f"test_orders is {recipe.test_orders}: give at least 2 orders, or 0"
+    for arm in recipe.arms if recipe.test_orders else []:
+        if not isinstance(arm.run.task, InContext):
+            yield f"test_orders is for in-context tasks, and {arm.run.task.name} is none: give 0"
+            return
+    tested = [SPLIT + split for split in recipe.runs()[0].splits]
+    shown = [source for figure in recipe.figures for source in (figure.source, *figure.sources)]
+    shown += [check.source for check in recipe.checks]
+    for source in shown:
+        if source.startswith(SPLIT) and source not in tested:
+            yield _unknown("split in the source of a figure or check", source, tested)
+
+
+def _baseline_problems(recipe: Recipe) -> Iterator[str]:
+    """Baselines that no task of the recipe has."""
+    known = {name for arm in recipe.arms for name in arm.run.task.baselines()}
+    named = [("baselines", name) for name in recipe.baselines or ()]
+    named += [("a figure", name) for figure in recipe.figures for name in figure.baselines]
+    if recipe.table is not None and recipe.table.excess_over:
+        named.append(("table.excess_over", recipe.table.excess_over))
+    for what, name in named:
+        if name not in known:
+            yield _unknown(f"baseline in {what}", name, known)
+
+
 def _twins(recipe: Recipe) -> Iterator[str]:
     """Arms that a person or a run folder could not tell apart."""
     labels = [arm.label for arm in recipe.arms]
@@ -364,6 +437,8 @@ def _table_problems(recipe: Recipe) -> Iterator[str]:
         names = getattr(recipe.table, part)
         strangers = [name for name in names if name not in allowed]
         yield from (_unknown(f"factor in table.{part}", name, allowed) for name in strangers)
+    if recipe.table.by and recipe.table.by not in slices:
+        yield _unknown("slice in table.by", recipe.table.by, slices)
     if recipe.table.versus and recipe.table.versus not in factors:
         yield _unknown("factor in table.versus", recipe.table.versus, factors)
 

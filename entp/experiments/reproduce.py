@@ -2,7 +2,7 @@
 
 runs/count3/
   ENTP-medium-tuned-3f2a91c0de/   one run folder per arm and seed; test.json: its best checkpoint on
-                                  test sequences
+                                  test sequences (of a recipe with a `folder`: in runs/FOLDER)
   results.json                    per arm and seed: values with intervals, the paper's, curve,
                                   steps, seconds, device, commit, date
   results.png                     the figures
@@ -15,11 +15,12 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import torch
 from pydantic import Field
 
 from entp.config import Run
@@ -27,6 +28,7 @@ from entp.errors import DeviceFailed, InputError, TrainingStopped, one_of
 from entp.experiments.collect import (
     Kept,
     add_metrics,
+    baseline_streams,
     collect,
     find_folder,
     match_runs,
@@ -35,20 +37,36 @@ from entp.experiments.collect import (
     write_test,
 )
 from entp.experiments.jobs import expected_seconds, how_many, longest_first
+from entp.experiments.orders import variance_over_orders
 from entp.experiments.recipe import ArmRun, Recipe, check_recipe
 from entp.experiments.workers import Ending, in_parallel
 from entp.files import lock_folder, write_file
+from entp.model import Transformer
 from entp.report.figures import draw_record
-from entp.results.schema import Record, RunTest, TotalsData
+from entp.results.bootstrap import Scored, bootstrap
+from entp.results.schema import PERMUTED, BaselineRecord, Bootstrap, Record, RunTest, TotalsData
 from entp.results.store import read_record, write_record
-from entp.tasks.base import Batch
+from entp.tasks.base import Batch, Split, Task
+from entp.tasks.in_context import InContext
+from entp.tasks.metrics import Predicted, Score
 from entp.training.checkpoint import find, load
 from entp.training.distributed import World, pick_device
+from entp.training.evaluate import (
+    TEST_SEED,
+    evaluate,
+    evaluate_baseline,
+    evaluate_generated,
+    split_batches,
+    untouched_batches,
+)
+from entp.training.forward import Forward
 from entp.training.mps import Shared, shared_gpu
 from entp.training.trainer import train
 
 MOST_MINUTES = 1e9
 RESULTS = "results.json"
+WRITE_AFTER = 10.0
+"""Seconds of baselines that may be lost."""
 
 
 class Resources(NamedTuple):
@@ -82,6 +100,7 @@ def reproduce(
     jobs: int | Literal["auto"] = 1,
     record: Path | None = None,
     max_minutes: float | None = None,
+    baselines: bool = True,
 ) -> Outcome:
     """Train the arms that are not finished, or `only` some, or those of one seed, and write what
     came out. Returns the results.
@@ -96,19 +115,24 @@ def reproduce(
     record: a results file that may hold runs of other machines. Those that are done and tested in
         it are not trained again; what comes out here is added to it, the figure is drawn beside it,
         and the results are all of it.
+    baselines: after the runs, let the baselines answer test sequences whose answers are not
+        recorded yet. They need no GPU, and slow ones take minutes: False leaves them for another
+        call.
     """
     check_recipe(recipe)
     _check(recipe, only, seed, jobs, max_minutes)
-    study = Study(recipe.record(), recipe.runs(), runs / recipe.name, record)
-    study.root.mkdir(parents=True, exist_ok=True)
+    folders = runs / (recipe.folder or recipe.name)
+    study = Study(recipe.record(), recipe.runs(), runs / recipe.name, folders, record)
+    for folder in (study.root, study.folders):
+        folder.mkdir(parents=True, exist_ok=True)
     kept = study.read_kept(quiet=False)
     study.keep_what_is_left_out(len(kept))
     arms = [arm for arm in recipe.runs(only, seed) if study.is_to_do(arm, kept)]
     stopped, found, failed = None, study.write(), {}
     with shared_device(arms, device, jobs) as (jobs, shared):
-        resources = Resources(study.root, device, jobs, max_minutes, shared.environment)
+        resources = Resources(study.folders, device, jobs, max_minutes, shared.environment)
         if jobs > 1:
-            arms = longest_first(arms, study.root)
+            arms = longest_first(arms, study.folders)
         with closing(_run_all(arms, resources)) as endings:
             for ending in endings:
                 found = study.write()  # what is done is not lost with what is not
@@ -117,6 +141,8 @@ def reproduce(
                     failed[arms[ending.number].name] = ending.error
     if stopped:
         found = study.write()  # those beside it have saved since
+    elif baselines:
+        found = study.add_baselines(found, only)
     study.draw(found)
     _raise_failed(failed, len(arms), study.root / RESULTS)
     return Outcome(**dict(found), stopped_by=stopped)
@@ -151,6 +177,9 @@ class Study:
     blank: Record
     arms: list[ArmRun]
     root: Path
+    """Where the results are."""
+    folders: Path
+    """Where the run folders are."""
     record: Path | None
 
     @property
@@ -193,28 +222,61 @@ class Study:
         run = kept.get(arm.hash)
         if run is None or not run.done:
             return True
-        here = (find_folder(arm, self.root) / "config.json").exists()
+        here = (find_folder(arm, self.folders) / "config.json").exists()
         if run.test is not None:
-            return here and arm.test_last and run.test.last is None
+            return here and not _is_complete(run.test, arm)
         if not here:
             print(
                 f"{self.record}: {arm.name} is done but untested, and its folder is not in "
-                f"{self.root}: it is trained again.",
+                f"{self.folders}: it is trained again.",
                 file=sys.stderr,
             )
         return True
 
-    def write(self) -> Record:
-        """Collect what there is and write it. Another process may have added to the record since it
-        was read."""
+    def write(self, answered: Sequence[BaselineRecord] = ()) -> Record:
+        """Collect what there is and write it, with what baselines answered since. Another process
+        may have added to the record since it was read."""
         with lock_folder(self.root if self.record is None else self.record.parent):
             kept, blank = self.read_kept(), self.blank
             if self.record is not None and self.record.exists():
                 blank = add_metrics(blank, self._read(self.record), kept)
-            found = collect(blank, self.arms, self.root, kept)
+            found = collect(blank, self.arms, self.folders, kept)
+            streams = baseline_streams(self.arms, [*self._known_baselines(), *answered])
+            told = [one for _, one in streams.values() if one.totals]
+            found = found.model_copy(update={"baselines": told})
             for path in self.places:
                 found = write_record(path, found)
         return found
+
+    def _known_baselines(self) -> list[BaselineRecord]:
+        """What the files have of baselines; files that are not of this recipe have none."""
+        known: list[BaselineRecord] = []
+        for path in self.places:
+            try:
+                known += self._read(path).baselines if path.exists() else []
+            except InputError:  # the record has been read before; ours is written anew
+                continue
+        return known
+
+    def add_baselines(self, found: Record, only: Sequence[str] = ()) -> Record:
+        """Let the baselines answer what they have not, or what `only` some arms are tested on. What
+        takes a while is written as soon as it is there."""
+        arms = [arm for arm in self.arms if not only or arm.label in only]
+        answered: list[BaselineRecord] = []
+        start = time.monotonic()
+        for arm, one in baseline_streams(arms, found.baselines).values():
+            names = [name for name in arm.baseline_names if name not in one.totals]
+            if names:
+                where = "" if one.split == "test" else f", {one.split}"
+                print(f"{arm.label}{where}: baselines", file=sys.stderr, flush=True)
+            for name in names:
+                totals = _answer(arm, one.split, name)
+                if totals is not None:
+                    answered.append(one.model_copy(update={"totals": {name: totals}}))
+                if answered and time.monotonic() - start > WRITE_AFTER:
+                    found, answered = self.write(answered), []
+                    start = time.monotonic()
+        return self.write(answered) if answered else found
 
     def draw(self, found: Record) -> None:
         """The figure beside each file of results."""
@@ -222,6 +284,15 @@ class Study:
         if draw_record(found, first):
             for other in others:
                 write_file(other, first.read_bytes())
+
+
+def _answer(arm: ArmRun, split: Split, name: str) -> TotalsData | None:
+    """What a baseline has on test sequences; None, with a word, if it cannot answer here."""
+    try:
+        return TotalsData.of(evaluate_baseline(arm.run.task, name, batches_of(arm, split)))
+    except InputError as error:  # such as a library that is not installed
+        print(f"baseline {name} is left out: {error}", file=sys.stderr, flush=True)
+        return None
 
 
 def _raise_failed(failed: dict[str, Exception], arms: int, results: Path) -> None:
@@ -364,52 +435,91 @@ def _concurrent(folder: Path, run: Run, begun: bool, now: int | None) -> int | N
 
 
 def measure_best(arm: ArmRun, folder: Path, resources: Resources, concurrent: int | None) -> None:
-    """Write test.json: the best checkpoint on test sequences, and the last one if the recipe asks
-    for it, unless it is there for these already."""
-    from entp.training.distributed import World, pick_device
-    from entp.training.evaluate import (
-        evaluate,
-        evaluate_baseline,
-        evaluate_generated,
-        untouched_batches,
-    )
-    from entp.training.forward import Forward
-
+    """Write test.json: the best checkpoint on test sequences and on further splits, and the last
+    one if the recipe asks for it, unless it is there for these already."""
     run, best, before = arm.run, find(folder), read_test(folder, arm.run)
     last = find(folder, "last") if arm.test_last else None
-    if before is not None and _is_of(before, best, last):
+    if before is not None and _is_of(before, best, last) and _is_complete(before, arm):
         return
     device = pick_device(resources.device, World())
-    task, how = run.task, Forward.of(run)
+    how, model = Forward.of(run), load(best, device=device)
 
-    def batches(sequences: int) -> Iterable[Batch]:
-        return untouched_batches(task, sequences, run.batch_size, run.seed)
-
-    def totals(checkpoint: Path) -> TotalsData:
-        model, some = load(checkpoint, device=device), batches(arm.test_sequences)
-        return TotalsData.of(evaluate(model, task, some, how, device=device))
+    def totals(model: Transformer, split: Split = "test") -> TotalsData:
+        some = batches_of(arm, split)
+        return TotalsData.of(evaluate(model, run.task, some, how, device=device))
 
     other_stream = before is not None and bool(before.note)
     if before is None or before.checkpoint != best.name or other_stream:
         generated = None
         if arm.generated_sequences:
-            model, some = load(best, device=device), batches(arm.generated_sequences)
-            generated = TotalsData.of(evaluate_generated(model, task, some, how, device=device))
+            some = batches_of(arm, "test", True)
+            generated = TotalsData.of(evaluate_generated(model, run.task, some, how, device=device))
         before = RunTest(
             checkpoint=best.name,
             concurrent_runs=concurrent,
-            totals=totals(best),
+            totals=totals(model),
             generated=generated,
-            baselines={
-                name: TotalsData.of(evaluate_baseline(task, name, batches(arm.test_sequences)))
-                for name in task.baselines()
-            },
         )
-    if last is not None:
-        before = before.model_copy(update={"last": totals(last), "last_checkpoint": last.name})
-    write_test(folder, before)
+    if last is not None and before.last_checkpoint != last.name:
+        later = totals(load(last, device=device))
+        before = before.model_copy(update={"last": later, "last_checkpoint": last.name})
+    splits = dict(before.splits)
+    splits |= {split: totals(model, split) for split in arm.test_splits if split not in splits}
+    if arm.test_orders and PERMUTED not in splits:
+        splits[PERMUTED] = _permuted(arm, model, how, device)
+    resampled = before.bootstrap
+    if arm.bootstrap and resampled is None:
+        resampled = _bootstrap(arm, model, how, device)
+    write_test(folder, before.model_copy(update={"splits": splits, "bootstrap": resampled}))
+
+
+def batches_of(arm: ArmRun, split: Split, generated: bool = False) -> Iterator[Batch]:
+    """The test sequences of a run, or those of a further split, which nothing else uses."""
+    run, sequences = arm.run, arm.generated_sequences if generated else arm.test_sequences
+    if split == "test":
+        return untouched_batches(run.task, sequences, run.batch_size, run.seed)
+    count = -(-sequences // run.batch_size)
+    seed = (TEST_SEED + run.seed) % 2**32
+    return split_batches(run.task, split, count, run.batch_size, seed)
+
+
+def _permuted(arm: ArmRun, model: Transformer, how: Forward, device: torch.device) -> TotalsData:
+    """The variance of the answers over orders of the examples."""
+    task, seed, some = arm.run.task, arm.run.seed, batches_of(arm, "test")
+    assert isinstance(task, InContext)
+    found = variance_over_orders(model, task, some, how, arm.test_orders, seed=seed, device=device)
+    return TotalsData.of(found)
+
+
+def _bootstrap(arm: ArmRun, model: Transformer, how: Forward, device: torch.device) -> Bootstrap:
+    """Intervals of the test by resampling its sequences."""
+    scored, some = _Scores(arm.run.task), batches_of(arm, "test")
+    evaluate(model, scored, some, how, device=device)  # type: ignore[arg-type]
+    return bootstrap(arm.run.task.metrics, scored.all)
+
+
+class _Scores:
+    """A task that keeps every score, for what needs more than their sums."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.name, self.metrics = task, task.name, task.metrics
+        self.all: list[Scored] = []
+
+    def measure(self, batch: Batch, got: Predicted) -> dict[str, Score | None]:
+        found = self.task.measure(batch, got)
+        self.all.append(Scored(batch, found))
+        return found
 
 
 def _is_of(test: RunTest, best: Path, last: Path | None) -> bool:
     """Whether a test is of this checkpoint, and of the last one where that is to be tested."""
     return test.checkpoint == best.name and (last is None or test.last_checkpoint == last.name)
+
+
+def _is_complete(test: RunTest, arm: ArmRun) -> bool:
+    """Whether a test has everything that its recipe asks for."""
+    return (
+        all(split in test.splits for split in arm.splits)
+        and (test.bootstrap is not None or not arm.bootstrap)
+        and (test.last is not None or not arm.test_last)
+    )

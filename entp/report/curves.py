@@ -1,4 +1,4 @@
-"""Figures of kind "curves": validation metrics against steps, seconds or sequences."""
+"""Figures of kind "curves": validation metrics against steps, seconds, sequences or FLOPs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any
 
 from entp.report.panels import Line, Panel, lines, one_legend, panels, set_values_axis
 from entp.report.style import DASHES, GREY
-from entp.results.schema import AuthorsCurve, Figure, MetricSpec, Point, Record, RunRecord
+from entp.results.schema import AuthorsCurve, Figure, MetricSpec, Record, RunRecord
+from entp.results.summary import at_axis
 
-SCALES = {"steps": 1e3, "seconds": 1.0, "sequences": 1e6}
+SCALES = {"steps": 1e3, "seconds": 1.0, "sequences": 1e6, "flops": 1e15}
 NAMES = {
     "steps": "optimizer steps (thousands)",
     "seconds": "seconds of training",
     "sequences": "sequences read (millions)",
+    "flops": "FLOPs of training (10^15, by formula)",
 }
 
 
@@ -57,11 +59,12 @@ def draw_line(
 
 
 def points(run: RunRecord, metric: str, x: str = "") -> tuple[list[float], list[float]]:
-    """Where a run was at each evaluation, and what it reached; unknown times are left out."""
+    """Where a run was at each evaluation, and what it reached; unknown times and FLOPs are left
+    out."""
     found = [
         (at / SCALES[x or "steps"], point.values[metric])
         for point in run.curve
-        if metric in point.values and (at := _at(point, x)) is not None
+        if metric in point.values and (at := at_axis(point, x)) is not None
     ]
     return [at for at, _ in found], [value for _, value in found]
 
@@ -74,22 +77,16 @@ def points_on_test(
     found = []
     for split in run.splits.get("test", []):
         totals, point = split.totals.totals([metric]), known.get(split.step)
-        at = _at(point, x) if point is not None else None
+        at = at_axis(point, x) if point is not None else None
         if at is not None and metric.name in totals.all and totals.all[metric.name].w:
             found.append((at / SCALES[x or "steps"], totals.value(metric.name)))
     return [at for at, _ in found], [value for _, value in found]
 
 
-def _at(point: Point, x: str) -> float | None:
-    if x == "seconds":
-        return point.seconds
-    return point.sequences if x == "sequences" else point.step
-
-
 def draw_authors(axis: Any, record: Record, spec: Figure, metric: str) -> None:
     """The authors' curves, where their steps or sequences can be compared."""
     curves = {k: v for k, v in record.authors_curves.items() if metric in v.values}
-    if spec.x == "seconds" or spec.panels:
+    if spec.x in ("seconds", "flops") or spec.panels:
         return
     for (label, curve), dashes in zip(curves.items(), cycle(DASHES), strict=False):
         draw_authors_curve(axis, curve, metric, spec.x, f"authors: {label}", dashes)

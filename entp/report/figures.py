@@ -10,7 +10,7 @@ from entp.report.bars import draw_bars
 from entp.report.curves import draw_curves
 from entp.report.grid import draw_grid, grid_shape
 from entp.report.panels import panels, plain
-from entp.report.slices import draw_slices
+from entp.report.slices import draw_slices, slices_shape
 from entp.report.style import new_figure, save_figure
 from entp.results.schema import Figure, Record
 
@@ -45,4 +45,6 @@ def draw_record(record: Record, path: Path) -> bool:
 
 def _shape(record: Record, spec: Figure) -> tuple[int, int]:
     """Rows and columns of the panels of a figure."""
+    if spec.kind == "slices":
+        return slices_shape(record, spec)
     return grid_shape(record, spec) if spec.kind == "grid" else (1, len(panels(record, spec)))

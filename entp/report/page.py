@@ -16,14 +16,20 @@ from entp.report.figures import draw_record
 from entp.report.summary import draw_summary
 from entp.report.tables import (
     TableText,
+    about_bins,
+    about_equal,
+    about_splits,
     about_versus,
     arms_table,
     baselines_table,
+    bins_table,
+    equal_table,
     escape,
     grid_table,
     markdown_table,
     seeds_table,
     slice_tables,
+    splits_table,
     versus_table,
 )
 from entp.results.schema import ArmRecord, Record, Source
@@ -51,6 +57,10 @@ MORE: dict[Source, str] = {
     ),
 }
 """What the page says at its beginning where a record has such values."""
+RESAMPLED = (
+    "- **Bootstrap**: arms of one seed that say so have a 90 % interval, from the 5th to the 95th\n"
+    "  percentile over resampled test sequences, as Garg et al. have it; over seeds it is 95 %."
+)
 
 
 def write_report(results: Path, out: Path) -> str:
@@ -83,7 +93,11 @@ def page(records: dict[Path, Record], beside: Path) -> str:
 
 def _head(records: list[Record]) -> str:
     there = {source for record in records for source in sources_of(record)}
-    return HEAD + "".join(f"{text}\n" for source, text in MORE.items() if source in there)
+    told = [text for source, text in MORE.items() if source in there]
+    runs = [run for record in records for arm in record.arms.values() for run in arm.runs]
+    if any(run.test is not None and run.test.bootstrap is not None for run in runs):
+        told.append(RESAMPLED)
+    return HEAD + "".join(f"{text}\n" for text in told)
 
 
 def verdict_text(record: Record) -> str:
@@ -127,7 +141,10 @@ def _tables(record: Record) -> list[str]:
     titled = {f"Test {name}": table for name, table in slice_tables(record).items()}
     for title, table in {
         about_versus(record): versus_table(record),
+        about_equal(record): equal_table(record),
+        about_bins(record): bins_table(record),
         **titled,
+        about_splits(record): splits_table(record),
         "Each seed": seeds_table(record),
         "Answers without a model": baselines_table(record),
     }.items():
@@ -152,10 +169,15 @@ def _about_grid(record: Record) -> str:
     found = [estimate(record, arm, first) for arm in record.arms.values()]
     basis = {one.basis for one in found if one is not None and one.interval is not None}
     if basis:
-        text += f" with its 95 % interval ({'; '.join(sorted(basis))})"
+        text += f" with its {_level(basis)}interval ({'; '.join(sorted(basis))})"
     if others:
         text += f", and {', '.join(others).replace('_', ' ')}"
     return f"{text}."
+
+
+def _level(basis: set[str]) -> str:
+    """ "95 % "; nothing where each basis has a level of its own."""
+    return "" if any("bootstrap" in one for one in basis) else "95 % "
 
 
 def _caveats(record: Record) -> list[str]:

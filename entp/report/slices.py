@@ -1,9 +1,10 @@
 """Figures of kind "slices": test metrics against a factor of the arms, or against a slice of the
-metric."""
+metric, with the baselines of the same test sequences."""
 
 from __future__ import annotations
 
-from itertools import cycle
+from dataclasses import replace
+from itertools import cycle, product
 from typing import Any, TypeVar
 
 from entp.report.panels import (
@@ -16,19 +17,37 @@ from entp.report.panels import (
     values_label,
     words,
 )
-from entp.report.style import DASHES, GREY
-from entp.results.schema import Estimate, Factor, Figure, Record
-from entp.results.summary import authors_values, estimate, sliced
+from entp.report.style import BASELINE, BASELINE_DASHES, DASHES, GREY, MARKERS
+from entp.results.schema import ArmRecord, Estimate, Factor, Figure, Record
+from entp.results.summary import Baselines, authors_values, baselines_of, estimate, sliced
 
 
 def draw_slices(figure: Any, record: Record, spec: Figure) -> None:
     """A panel per metric, a line per value of the line factors, with intervals; the authors' values
-    in grey, the paper's dotted."""
-    shown = panels(record, spec)
-    axes = figure.subplots(1, len(shown), squeeze=False)[0]
-    for axis, panel in zip(axes, shown, strict=True):
-        draw_panel(axis, record, spec, panel)
+    in grey, the paper's dotted, baselines black and dashed."""
+    rows, columns = slices_shape(record, spec)
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    shown = list(product(_by_source(spec), panels(record, spec)))
+    for axis, (own, panel) in zip(axes, shown, strict=False):
+        draw_panel(axis, record, own, panel)
+        _draw_baselines(axis, record, own, panel)
+    for axis in axes[len(shown) :]:
+        axis.set_axis_off()
     one_legend(figure, axes)
+
+
+def slices_shape(record: Record, spec: Figure) -> tuple[int, int]:
+    """Rows and columns of the panels of slices: in one row, or several of some sources each."""
+    count = len(panels(record, spec))
+    if not spec.sources:
+        return 1, count
+    count *= len(spec.sources)
+    return -(-count // ACROSS), min(count, ACROSS)
+
+
+def _by_source(spec: Figure) -> list[Figure]:
+    """The figure of each source by itself."""
+    return [replace(spec, source=source, sources=()) for source in spec.sources] or [spec]
 
 
 def draw_panel(axis: Any, record: Record, spec: Figure, panel: Panel) -> None:
@@ -59,6 +78,8 @@ def draw_panel(axis: Any, record: Record, spec: Figure, panel: Panel) -> None:
 
 
 Value = TypeVar("Value")
+ACROSS = 4
+"""Panels of several sources in a row, at most."""
 FEW = 16
 """Points of a line that get markers."""
 LARGE = 100
@@ -121,6 +142,60 @@ def _draw_authors(axis: Any, record: Record, spec: Figure, panel: Panel) -> list
                 axis.plot(list(found), list(found.values()), **style)
                 drawn += found.values()
     return drawn
+
+
+def _draw_baselines(axis: Any, record: Record, spec: Figure, panel: Panel) -> None:
+    """The baselines against a slice, black and dashed, each with a marker of its own. The axis
+    stays that of the models: least squares may be exact."""
+    limits = axis.get_ylim()
+    styles = _baseline_styles(record, spec)
+    for name, found in baseline_points(record, spec, panel).items():
+        every = max(1, len(found) // MARKED)
+        axis.plot(list(found), list(found.values()), label=name, markevery=every, **styles[name])
+    if axis.get_yscale() == "log":
+        low, high = limits
+        axis.set_ylim(low, high * HEADROOM)
+
+
+MARKED = 8
+"""Points of a baseline that get a marker, about."""
+HEADROOM = 2.0
+"""Of a log axis, above the models' worst value."""
+
+
+def baseline_points(record: Record, spec: Figure, panel: Panel) -> dict[str, dict[Factor, float]]:
+    """The values of each baseline of a panel's arms by bin, in order; none against a factor."""
+    if is_factor(record, spec):
+        return {}
+    chosen = [arm for line in lines(record, spec, panel.arms) for arm in line.arms]
+    found = {}
+    for name, totals in _baselines(record, spec, chosen).items():
+        bins = totals.sliced(panel.metric.name, spec.x)
+        if bins:
+            found[name] = _in_order({_number(key): value for key, value in bins.items()})
+    return found
+
+
+def _baselines(record: Record, spec: Figure, arms: list[ArmRecord]) -> Baselines:
+    found = baselines_of(record, arms, spec.source)
+    wanted = spec.baselines or tuple(found)
+    return {name: one for name, one in found.items() if name in wanted}
+
+
+def _baseline_styles(record: Record, spec: Figure) -> dict[str, dict[str, Any]]:
+    """A style for each baseline, the same in all panels."""
+    names = list(_baselines(record, spec, list(record.arms.values())))
+    return {
+        name: {
+            "color": BASELINE,
+            "linestyle": BASELINE_DASHES[at // len(MARKERS) % len(BASELINE_DASHES)],
+            "marker": MARKERS[at % len(MARKERS)],
+            "markersize": 3,
+            "linewidth": 0.8,
+            "zorder": 1,
+        }
+        for at, name in enumerate(names)
+    }
 
 
 def is_factor(record: Record, spec: Figure) -> bool:

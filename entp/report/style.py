@@ -33,6 +33,9 @@ BENCH = {
 }
 DASHES = ("-", "--", "-.", (0, (4, 1, 1, 1, 1, 1)))
 """Dotted is the paper's value."""
+BASELINE = "k"
+"""Answers without a model."""
+BASELINE_DASHES = ("--", "-.", (0, (1, 1)), (0, (6, 2, 1, 2)))
 MARKERS = "vso^DPX*"
 HEAT = "viridis"
 LIMIT = "C3"

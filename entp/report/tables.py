@@ -11,17 +11,32 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from entp.results.schema import ArmRecord, Estimate, Factor, MetricSpec, Record, Source
+from entp.results.schema import (
+    PERMUTED,
+    SPLIT,
+    ArmRecord,
+    Estimate,
+    Factor,
+    MetricSpec,
+    Record,
+    Source,
+    Table,
+)
 from entp.results.summary import (
+    Baselines,
+    at_axis,
     authors_values,
+    baselines_of,
     best,
     estimate,
     run_totals,
     sliced,
     source_label,
     sources_of,
+    splits_of,
     status,
     values_of,
+    values_within,
 )
 from entp.stats import welch_interval, welch_test
 from entp.terminal import format_table
@@ -43,17 +58,23 @@ class TableText(NamedTuple):
 
 
 def record_table(record: Record) -> str:
-    """The table paper | ours for the terminal, the verdict, and the arms that differ in one factor
-    compared over seeds; a dash where there is no number."""
+    """The table paper | ours for the terminal, the verdict, the arms that differ in one factor
+    compared over seeds, and the tables of bins and of further splits; a dash where there is no
+    number."""
     shown = arms_table(record, brief=True)
     parts = [format_table(shown.head, shown.rows)]
     if record.verdict is not None:
         parts.append(f"verdict: {record.verdict.verdict}")
         parts += [f"  {one.outcome}: {one.says}" for one in record.verdict.checks]
     parts += [f"not run: {label} ({why})" for label, why in record.not_run.items()]
-    compared = versus_table(record)
-    if compared is not None:
-        parts += ["", about_versus(record), "", format_table(compared.head, compared.rows)]
+    for about, table in (
+        (about_versus(record), versus_table(record)),
+        (about_equal(record), equal_table(record)),
+        (about_bins(record), bins_table(record)),
+        (about_splits(record), splits_table(record)),
+    ):
+        if table is not None:
+            parts += ["", about, "", format_table(table.head, table.rows)]
     return "\n".join(parts)
 
 
@@ -69,10 +90,17 @@ def arms_table(record: Record, brief: bool = False) -> TableText:
     for metric in record.metrics:
         head += [f"{_title(metric)}: {part}" for part in parts[metric.name]]
     more = [source for source in sources_of(record) if source in COLUMNS]
-    head += [f"95 % interval of test {_title(first)}"]
+    level = "" if _is_resampled(record) else "95 % "
+    head += [f"{level}interval of test {_title(first)}"]
     head += [COLUMNS[source].format(_title(first)) for source in more]
     rows = [_arm_row(record, label, parts, more) for label in record.arms]
     return TableText(head, rows)
+
+
+def _is_resampled(record: Record) -> bool:
+    """Whether some interval is a bootstrap's, which has a level of its own and says so."""
+    tests = [run.test for arm in record.arms.values() for run in arm.runs]
+    return any(test is not None and test.bootstrap is not None for test in tests)
 
 
 def _title(metric: MetricSpec) -> str:
@@ -188,10 +216,7 @@ def _cell(record: Record, arm: ArmRecord, metrics: list[MetricSpec]) -> str:
     found = estimate(record, arm, first.name)
     if found is None:
         return status(arm)
-    text = number(found.mean, first)
-    if found.interval is not None:
-        low, high = (number(end, first) for end in found.interval)
-        text += f" ({low} to {high})"
+    text = _with_interval(found, first)
     for metric in others:
         text += f", {_title(metric)} {mean_text(estimate(record, arm, metric.name), metric)}"
     done = status(arm)
@@ -234,6 +259,125 @@ def _slice_table(record: Record, metric: MetricSpec, by: str, source: Source) ->
     return TableText(["arm", *keys], body)
 
 
+def splits_table(record: Record) -> TableText | None:
+    """The first metric of each arm and of each baseline on the test and on every further split, a
+    row for each split; None where no arm was tested on one."""
+    splits, first = splits_of(record.arms.values()), record.metrics[0]
+    if not splits:
+        return None
+    sources: list[Source] = ["test", *(SPLIT + split for split in splits)]
+    named = {}
+    for source in sources:
+        found = {label: estimate(record, arm, first.name, source) for label, arm in _tested(record)}
+        cells = {label: _with_interval(one, first) for label, one in found.items()}
+        for name, totals in baselines_of(record, record.arms.values(), source).items():
+            sums = totals.all.get(first.name)
+            cells[name] = number(totals.value(first.name), first) if sums and sums.w else NONE
+        named[source.removeprefix(SPLIT)] = cells
+    columns = list(dict.fromkeys(name for cells in named.values() for name in cells))
+    rows = [[split, *(cells.get(c, NONE) for c in columns)] for split, cells in named.items()]
+    return TableText(["split", *columns], rows)
+
+
+def _tested(record: Record) -> list[tuple[str, ArmRecord]]:
+    return [(label, arm) for label, arm in record.arms.items() if splits_of([arm])]
+
+
+def _with_interval(found: Estimate | None, metric: MetricSpec) -> str:
+    """ "0.851 (0.835 to 0.866)"."""
+    if found is None:
+        return NONE
+    text = number(found.mean, metric)
+    if found.interval is not None:
+        low, high = (number(end, metric) for end in found.interval)
+        text += f" ({low} to {high})"
+    return text
+
+
+def about_splits(record: Record) -> str:
+    text = f"Test {_title(record.metrics[0])} on further splits, with intervals as above"
+    if PERMUTED in splits_of(record.arms.values()):
+        text += f"; {PERMUTED}: {source_label(record, SPLIT + PERMUTED)}, in the same units"
+    return text
+
+
+def bins_table(record: Record) -> TableText | None:
+    """The bins that the record's table names: a row for each arm and, after the arms of a task, for
+    each of its baselines. With `excess_over` only arms, less that baseline. None without values."""
+    spec = record.table
+    if spec is None or not spec.by:
+        return None
+    metric = record.metric(_cells(record)[0])
+    rows = []
+    for labels in _same_baselines(record):
+        arms = {label: record.arms[label] for label in labels}
+        baselines = baselines_of(record, arms.values())
+        known = {name: one.sliced(metric.name, spec.by) for name, one in baselines.items()}
+        if spec.excess_over and spec.excess_over not in known:
+            continue
+        less = known.get(spec.excess_over, {})
+        for label, arm in arms.items():
+            bins = sliced(record, arm, metric.name, spec.by)
+            cells = [_less(bins.get(key), less.get(key), metric, spec) for key in spec.bins]
+            rows.append([label, *cells])
+        group = _group(record, labels)
+        for name, values in known.items() if not spec.excess_over else ():
+            cells = [number(values[key], metric) if key in values else NONE for key in spec.bins]
+            rows.append([f"{name}{group}", *cells])
+    if all(cell == NONE for row in rows for cell in row[1:]):
+        return None
+    return TableText(["arm", *spec.bins], rows)
+
+
+def about_bins(record: Record) -> str:
+    """What that table has."""
+    spec = record.table
+    if spec is None or not spec.by:
+        return ""
+    text = f"Test {_title(record.metric(_cells(record)[0]))} by {spec.by.replace('_', ' ')}"
+    if spec.excess_over:
+        text += f", above that of {spec.excess_over} on the same sequences"
+    return text
+
+
+def _less(found: Estimate | None, baseline: float | None, metric: MetricSpec, spec: Table) -> str:
+    """An estimate, less a baseline where the table asks for that."""
+    if found is None or (spec.excess_over and baseline is None):
+        return NONE
+    if not spec.excess_over or baseline is None:
+        return _with_interval(found, metric)
+    ends = None if found.interval is None else [end - baseline for end in found.interval]
+    moved = found.model_copy(update={"mean": found.mean - baseline, "interval": ends})
+    return _with_interval(moved, metric)
+
+
+def _same_baselines(record: Record) -> list[list[str]]:
+    """Labels of the arms that ran, by their task."""
+    groups: list[tuple[object, list[str]]] = []
+    for label, arm in record.arms.items():
+        for run in arm.runs[:1]:
+            task = run.config["task"]
+            mine = next((labels for other, labels in groups if other == task), None)
+            if mine is None:
+                groups.append((task, [label]))
+            else:
+                mine.append(label)
+    return [labels for _, labels in groups]
+
+
+def _group(record: Record, labels: list[str]) -> str:
+    """The factors that these arms have and no other: " (linear)"; the first label where there are
+    none, and nothing where they are all arms."""
+    others = [arm for label, arm in record.arms.items() if label not in labels]
+    own = [
+        _in_words([name], (value,))
+        for name, value in record.arms[labels[0]].factors.items()
+        if all(record.arms[label].factors.get(name) == value for label in labels)
+        and all(arm.factors.get(name) != value for arm in others)
+    ]
+    return f" ({', '.join(own or labels[:1])})" if others else ""
+
+
 def versus_table(record: Record) -> TableText | None:
     """Arms that differ in the factor `table.versus` alone, compared over their seeds: a row for
     each pair and metric. None where the recipe asks for none, or no pair has values yet."""
@@ -249,6 +393,48 @@ def versus_table(record: Record) -> TableText | None:
         return None
     head = ["arm", "against", "metric", "mean, sd, n", "mean, sd, n of the other"]
     return TableText([*head, "difference", "95 % interval", "p"], rows)
+
+
+def equal_table(record: Record) -> TableText | None:
+    """The same pairs at as much training as both have had: the validation values of the first
+    metric of the cells at equal sequences, FLOPs and seconds. None where the recipe draws no curves
+    against FLOPs, or no pair has any."""
+    rows = []
+    metric = record.metric(_cells(record)[0])
+    drawn = {figure.x for figure in record.figures if figure.kind == "curves"}
+    for label, other in _pairs(record) if "flops" in drawn else ():
+        for axis in EQUAL:
+            arms = [record.arms[label], record.arms[other]]
+            most = _most(arms, axis)
+            if most is not None:
+                found = [values_within(arm, metric.name, axis, most) for arm in arms]
+                cells = [_spread(v, metric) if v else NONE for v in found]
+                rows.append([label, other, EQUAL[axis].format(most), *cells])
+    if not rows:
+        return None
+    return TableText(
+        ["arm", "against", "at equal", "mean, sd, n", "mean, sd, n of the other"], rows
+    )
+
+
+EQUAL = {"sequences": "{:,.0f} sequences", "flops": "{:.3g} FLOPs", "seconds": "{:,.0f} seconds"}
+"""What may be made equal, in words."""
+
+
+def _most(arms: list[ArmRecord], axis: str) -> float | None:
+    """As much training as every run of these arms has had; None if that is not known of all."""
+    ends = [at_axis(run.curve[-1], axis) for arm in arms for run in arm.runs]
+    if not all(arm.runs for arm in arms) or None in ends:
+        return None
+    return min(end for end in ends if end is not None)
+
+
+def about_equal(record: Record) -> str:
+    metric = _title(record.metric(_cells(record)[0]))
+    return (
+        f"Validation {metric} of these arms after as much training as both have had, at the last "
+        "evaluation within it; the learning rate of the one that goes on had not decayed by then"
+    )
 
 
 def about_versus(record: Record) -> str:
@@ -325,18 +511,26 @@ def baselines_table(record: Record) -> TableText | None:
     """Test values of answers without a model; arms with the same ones share a row."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for label, arm in record.arms.items():
-        for run in arm.runs[:1]:
-            for name, data in (run.test.baselines if run.test is not None else {}).items():
-                totals = data.totals(record.metrics)
-                cells = [
-                    number(totals.value(m.name), m) if m.name in totals.all else NONE
-                    for m in record.metrics
-                ]
-                rows.setdefault((name, *cells), []).append(label)
+        for name, totals in _baselines(record, arm).items():
+            cells = [
+                number(totals.value(m.name), m)
+                if m.name in totals.all and totals.all[m.name].w
+                else NONE
+                for m in record.metrics
+            ]
+            rows.setdefault((name, *cells), []).append(label)
     head = ["baseline", *(_title(metric) for metric in record.metrics), "arms"]
     if not rows:
         return None
     return TableText(head, [[*row, "; ".join(arms)] for row, arms in rows.items()])
+
+
+def _baselines(record: Record, arm: ArmRecord) -> Baselines:
+    """Those of the record, or of an arm's first run in files from before it had some."""
+    tests = [run.test for run in arm.runs[:1] if run.test is not None]
+    own = {name: data for test in tests for name, data in test.baselines.items()}
+    found = {name: data.totals(record.metrics) for name, data in own.items()}
+    return found | baselines_of(record, [arm])
 
 
 def markdown_table(table: TableText) -> list[str]:

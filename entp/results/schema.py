@@ -3,6 +3,7 @@
     Record                  the recipe's question, rule, table and figures, as data
       arms: label -> ArmRecord    factors, the paper's values, a summary for people
         runs: RunRecord           one seed: curve, test totals, configuration, environment
+      baselines: BaselineRecord   answers without a model to the same test sequences
 
 Unknown keys and wrong types are errors that name the key. `entp.results.upgrade` turns the files of
 earlier versions into this. Nothing here imports torch.
@@ -31,11 +32,26 @@ from entp.tasks.metrics import Metric, Totals
 
 VERSION = 2
 """Of files of results. The first had no number."""
-AXES = ("steps", "seconds", "sequences")
+AXES = ("steps", "seconds", "sequences", "flops")
 """What curves are drawn against."""
-Source = Literal["test", "generated", "last", "best"]
-"""What test values are of: the best checkpoint, answers that it generates, the last checkpoint, or
-of every number the best of all evaluations on the test itself."""
+SPLIT = "split:"
+"""Before the name of a further split, the source of its values."""
+PERMUTED = "permuted"
+"""The split of prompts whose examples stand in several orders. Its values are no errors but the
+variance of the answers over the orders, in the same units."""
+
+
+def _source(value: str) -> str:
+    known = ("test", "generated", "last", "best")
+    if value not in known and not (value.startswith(SPLIT) and value != SPLIT):
+        raise ValueError(f"it must be one of {', '.join(known)}, {SPLIT}NAME")
+    return value
+
+
+Source = Annotated[str, AfterValidator(_source)]
+"""What test values are of: the best checkpoint ("test"), answers that it generates ("generated"),
+the last checkpoint ("last"), of every number the best of all evaluations on the test itself
+("best"), or the best checkpoint on a further split ("split:NAME")."""
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -50,7 +66,14 @@ Names = Annotated[Sequence[str], BeforeValidator(_names), AfterValidator(tuple)]
 """Several names; one alone may be given as it is."""
 Factor = str | int | float
 """What an arm has of a factor: "ENTP", 3, 0.001."""
-Selector = Mapping[str, Factor | Sequence[Factor]]
+
+
+def _lists(value: Mapping[str, Factor | Sequence[Factor]]) -> dict[str, Factor | list[Factor]]:
+    """Several values as a list, as JSON gives them back."""
+    return {k: v if isinstance(v, str | int | float) else list(v) for k, v in value.items()}
+
+
+Selector = Annotated[Mapping[str, Factor | Sequence[Factor]], AfterValidator(_lists)]
 """Factor to its value, or to some values: the arms that have one of them."""
 
 
@@ -100,6 +123,20 @@ class Table:
     versus: str = ""
     """A factor: arms that differ in it alone are compared over their seeds, its first value with
     each other one."""
+    by: str = ""
+    """A slice of the first cell's metric: another table has the arms and the baselines in some of
+    its bins."""
+    bins: Names = ()
+    """Those bins."""
+    excess_over: str = ""
+    """A baseline: in that table, what the arms have above it, not their own values."""
+
+    def __post_init__(self) -> None:
+        if bool(self.by) != bool(self.bins) or (self.excess_over and not self.by):
+            raise ValueError(
+                f"by is {self.by!r}, bins {list(self.bins)} and excess_over {self.excess_over!r}: "
+                "give by and bins together, and excess_over only with them"
+            )
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -107,12 +144,12 @@ class Figure:
     """A row of panels."""
 
     kind: Literal["curves", "slices", "grid", "bars"]
-    """curves: validation against steps, seconds or sequences. slices: test values against a factor
-    or against a slice of the metric. grid: a heat map of arms; of a slice whose bins are pairs such
-    as 11x3, a heat map for each arm. bars: a bar for each arm."""
+    """curves: validation against steps, seconds, sequences or FLOPs. slices: test values against a
+    factor or against a slice of the metric, with the baselines. grid: a heat map of arms; of a
+    slice whose bins are pairs such as 11x3, a heat map for each arm. bars: a bar for each arm."""
     x: str = ""
-    """curves: steps (default), seconds or sequences. slices: a factor, or a slice of the metric.
-    grid: the factor of the columns, or a slice of pairs."""
+    """curves: steps (default), seconds, sequences or flops. slices: a factor, or a slice of the
+    metric. grid: the factor of the columns, or a slice of pairs."""
     y: Names = ()
     """Metrics, a panel for each. None: all of the record."""
     lines: Names = ()
@@ -123,6 +160,10 @@ class Figure:
     """Only these arms."""
     source: Source = "test"
     """Which test values; curves have none."""
+    sources: Annotated[Sequence[Source], AfterValidator(tuple)] = ()
+    """Several sources of slices, with panels for each; then `source` is not used."""
+    baselines: Names = ()
+    """Baselines that slices show. None: all."""
 
     def __post_init__(self) -> None:
         if self.kind == "curves" and self.x not in ("", *AXES):
@@ -143,6 +184,8 @@ class Check:
     """A number, or the arms that they are compared with."""
     same: Names = ()
     """Factors in which two arms must agree to be compared."""
+    times: float = 1.0
+    """What the right side is multiplied by: 1.1 for "at most 10 % above"."""
     p: float | None = None
     """Seeds must make it this unlikely to be chance: Welch's test, or Student's for a number."""
     source: Source = "test"
@@ -205,6 +248,21 @@ class TotalsData(Part):
         return Totals.from_json(metrics, data)
 
 
+Ends = Annotated[list[float], Len(2, 2)]
+"""The ends of an interval."""
+
+
+class Bootstrap(Part):
+    """Intervals of metrics by a bootstrap over test sequences (entp.results.bootstrap)."""
+
+    level: float
+    """The probability between the ends: 0.9 from the 5th to the 95th percentile."""
+    resamples: int
+    all: dict[str, Ends]
+    slices: dict[str, dict[str, dict[str, Ends]]] = {}
+    """Metric to slice to bin."""
+
+
 class RunTest(Part):
     """What the best checkpoint does on test sequences: test.json of a run folder."""
 
@@ -217,7 +275,12 @@ class RunTest(Part):
     last: TotalsData | None = None
     """The last checkpoint on the same sequences."""
     last_checkpoint: str = ""
+    splits: dict[str, TotalsData] = {}
+    """The best checkpoint on further splits, by name."""
+    bootstrap: Bootstrap | None = None
+    """Intervals of `totals` by resampling."""
     baselines: dict[str, TotalsData] = {}
+    """In files from before a record had baselines of its own."""
     note: str = ""
     """What a reader must know about the test sequences."""
 
@@ -231,6 +294,8 @@ class Point(Part):
     sequences: int
     """Read in training."""
     values: dict[str, float]
+    flops: float | None = None
+    """Floating-point operations of training up to here, by formula. None: unknown."""
 
 
 class SplitPoint(Part):
@@ -288,8 +353,8 @@ class Estimate(Part):
     """A metric of an arm."""
 
     mean: float
-    interval: Annotated[list[float], Len(2, 2)] | None = None
-    """95 %."""
+    interval: Ends | None = None
+    """95 %, unless the basis has another number."""
     basis: str
     """What the interval is over, and how many."""
 
@@ -304,6 +369,8 @@ class ArmSummary(Part):
     best: dict[str, Estimate] = {}
     """Of the best evaluations on the test itself."""
     validation: dict[str, Estimate] = {}
+    splits: dict[str, dict[str, Estimate]] = {}
+    """Of each further split."""
 
 
 class ArmRecord(Part):
@@ -331,6 +398,26 @@ class AuthorsCurve(Part):
         if len(counts) > 1:
             raise ValueError("steps, sequences and values are not as many")
         return self
+
+
+class BaselineRecord(Part):
+    """Answers without a model to test sequences of a task: those of the first seed of the arms that
+    have it."""
+
+    task: dict[str, Any]
+    """Its configuration, as that of a run has it."""
+    seed: int
+    split: str = "test"
+    batch_size: int
+    sequences: int
+    totals: dict[str, TotalsData] = {}
+    """By name of the baseline."""
+
+    @property
+    def stream(self) -> tuple[str, int, str, int, int]:
+        """What tells the test sequences from others."""
+        task = json.dumps(self.task, sort_keys=True)
+        return task, self.seed, self.split, self.batch_size, self.sequences
 
 
 class CheckResult(Part):
@@ -361,6 +448,7 @@ class Record(Part):
     verdict: Verdict | None = None
     authors_curves: dict[str, AuthorsCurve] = {}
     arms: dict[str, ArmRecord]
+    baselines: list[BaselineRecord] = []
     not_run: dict[str, str] = {}
     """Parts of the figure that are not run here, and why."""
 
@@ -380,6 +468,12 @@ class Record(Part):
         strangers = [name for name in named if name not in known]
         if strangers:
             raise ValueError(f"it is about {strangers[0]!r}, which is not in metrics")
+        for number, one in enumerate(self.baselines):
+            for name, totals in one.totals.items():
+                unknown = sorted((set(totals.all) | set(totals.slices)) - known)
+                if unknown:
+                    where = f"baselines.{number}.totals.{name}"
+                    raise ValueError(f"{where} measures {unknown[0]!r}, which is not in metrics")
         for label, arm in self.arms.items():
             seeds = [run.seed for run in arm.runs]
             if len(set(seeds)) < len(seeds):
@@ -401,6 +495,7 @@ def measured(run: RunRecord) -> set[str]:
         more = (run.test.generated, run.test.last)
         totals += [run.test.totals, *run.test.baselines.values()]
         totals += [one for one in more if one is not None]
+        totals += run.test.splits.values()
     return found.union(*(one.all for one in totals), *(one.slices for one in totals))
 
 

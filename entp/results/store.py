@@ -8,7 +8,7 @@ from typing import Any
 
 from entp.errors import InputError
 from entp.files import parse_json, write_file
-from entp.results.schema import VERSION, Record, RunRecord, parse
+from entp.results.schema import VERSION, Record, RunRecord, RunTest, parse
 from entp.results.summary import summarise
 from entp.results.upgrade import upgrade_record
 from entp.results.verdict import judge
@@ -68,14 +68,23 @@ def complete(record: Record) -> Record:
 
 
 def better_run(one: RunRecord | None, other: RunRecord | None) -> RunRecord | None:
-    """Of two records of a run the one that is done, then tested, then further; else the first."""
+    """Of two records of a run the one that is done, then tested, then further, then tested on more;
+    else the first."""
     if one is None or other is None:
         return one or other
     return other if _rank(other) > _rank(one) else one
 
 
-def _rank(run: RunRecord) -> tuple[bool, bool, int]:
-    return run.done, run.test is not None, run.steps
+def _rank(run: RunRecord) -> tuple[bool, bool, int, int]:
+    return run.done, run.test is not None, run.steps, _tests(run.test)
+
+
+def _tests(test: RunTest | None) -> int:
+    """How many tests a run has had besides the first."""
+    if test is None:
+        return 0
+    others = (test.last, test.generated, test.bootstrap)
+    return len(test.splits) + sum(one is not None for one in others)
 
 
 def compact_json(data: Any, indent: int = 0) -> str:

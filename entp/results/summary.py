@@ -1,18 +1,23 @@
 """Numbers of an arm over its seeds, computed from its runs.
 
-An interval is over seeds: Student's t. One seed has only the interval that other test sequences
-would give, and says so.
+An interval is over seeds: Student's t, 95 %. One seed has only the interval that other test
+sequences would give, and says so: 95 %, or 90 % by a bootstrap where the recipe asked for one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from entp.results.schema import (
+    PERMUTED,
+    SPLIT,
     ArmRecord,
     ArmSummary,
+    Ends,
     Estimate,
     MetricSpec,
+    Point,
     Record,
     RunRecord,
     Source,
@@ -29,6 +34,9 @@ SOURCES: dict[Source, str] = {
 }
 """What test values are of, in words."""
 ONE_SEED = "one seed, test sampling only"
+Baselines = dict[str, Totals]
+"""What baselines measured, by name."""
+BOOTSTRAP = "one seed, {:g} % bootstrap over test sequences"
 
 
 def summarise(record: Record) -> Record:
@@ -47,13 +55,17 @@ def summary(record: Record, arm: ArmRecord) -> ArmSummary:
     def each(found: Callable[[str], Estimate | None]) -> dict[str, Estimate]:
         return {name: one for name in names if (one := found(name)) is not None}
 
+    def on(source: Source) -> dict[str, Estimate]:
+        return each(lambda name: estimate(record, arm, name, source))
+
     return ArmSummary(
         status=status(arm),
-        test=each(lambda name: estimate(record, arm, name)),
-        generated=each(lambda name: estimate(record, arm, name, "generated")),
-        last=each(lambda name: estimate(record, arm, name, "last")),
-        best=each(lambda name: estimate(record, arm, name, "best")),
+        test=on("test"),
+        generated=on("generated"),
+        last=on("last"),
+        best=on("best"),
         validation=each(lambda name: best(arm, name)),
+        splits={split: on(SPLIT + split) for split in splits_of([arm])},
     )
 
 
@@ -75,7 +87,8 @@ def estimate(
 ) -> Estimate | None:
     """A metric on test sequences; None where it was not measured."""
     totals = totals_of(record, arm, source)
-    return _estimate(record.metric(metric), [t.all[metric] for t in totals if metric in t.all])
+    found = _estimate(record.metric(metric), [t.all[metric] for t in totals if metric in t.all])
+    return _resampled(found, arm, source, metric)
 
 
 def sliced(
@@ -86,8 +99,30 @@ def sliced(
     for totals in totals_of(record, arm, source):
         for key, sums in totals.slices.get(metric, {}).get(by, {}).items():
             bins.setdefault(key, []).append(sums)
-    found = {key: _estimate(record.metric(metric), sums) for key, sums in bins.items()}
+    found = {
+        key: _resampled(_estimate(record.metric(metric), sums), arm, source, metric, by, key)
+        for key, sums in bins.items()
+    }
     return {key: one for key, one in found.items() if one is not None}
+
+
+def _resampled(
+    found: Estimate | None, arm: ArmRecord, source: Source, metric: str, by: str = "", bin: str = ""
+) -> Estimate | None:
+    """An estimate of one seed with the interval of its bootstrap, where it has one."""
+    tests = [run.test for run in arm.runs if run.test is not None]
+    if found is None or found.basis != ONE_SEED or source != "test" or len(tests) != 1:
+        return found
+    bootstrap = tests[0].bootstrap
+    if bootstrap is None:
+        return found
+    ends: Ends | None = bootstrap.all.get(metric)
+    if by:
+        ends = bootstrap.slices.get(metric, {}).get(by, {}).get(bin)
+    if ends is None:
+        return found
+    basis = BOOTSTRAP.format(100 * bootstrap.level)
+    return found.model_copy(update={"interval": ends, "basis": basis})
 
 
 def _estimate(metric: MetricSpec, seeds: list[Sums]) -> Estimate | None:
@@ -145,6 +180,26 @@ def best(arm: ArmRecord, metric: str) -> Estimate | None:
     return Estimate(mean=sum(values) / len(values), interval=interval, basis=basis)
 
 
+def at_axis(point: Point, axis: str) -> float | None:
+    """How far training was at an evaluation; None where that is not known."""
+    found = {"seconds": point.seconds, "flops": point.flops, "sequences": point.sequences}
+    return found.get(axis, point.step)
+
+
+def values_within(arm: ArmRecord, metric: str, axis: str, most: float) -> list[float]:
+    """Of each seed that has one, the last validation value within so many sequences, FLOPs or
+    seconds."""
+    found = []
+    for run in arm.runs:
+        known = [
+            point.values[metric]
+            for point in run.curve
+            if metric in point.values and (at := at_axis(point, axis)) is not None and at <= most
+        ]
+        found += known[-1:]
+    return found
+
+
 def values_of(
     record: Record,
     arm: ArmRecord,
@@ -180,11 +235,42 @@ def _totals_data(run: RunRecord, source: Source) -> TotalsData | None:
         return None if found is None else found.totals
     if run.test is None:
         return None
+    if source.startswith(SPLIT):
+        return run.test.splits.get(source.removeprefix(SPLIT))
     return {"test": run.test.totals, "generated": run.test.generated, "last": run.test.last}[source]
 
 
+def splits_of(arms: Iterable[ArmRecord]) -> list[str]:
+    """The further splits that some run was tested on."""
+    tests = [run.test for arm in arms for run in arm.runs if run.test is not None]
+    return list(dict.fromkeys(split for test in tests for split in test.splits))
+
+
+def baselines_of(record: Record, arms: Iterable[ArmRecord], source: Source = "test") -> Baselines:
+    """The totals of the baselines that answered test sequences of these arms' task, or of one of
+    their tasks, by name; of several, those of the first. A baseline measures the best checkpoint's
+    test or a further split, and nothing else."""
+    split = source.removeprefix(SPLIT)
+    tasks = [run.config["task"] for arm in arms for run in arm.runs]
+    found: Baselines = {}
+    if source != "test" and not source.startswith(SPLIT):
+        return found
+    for one in record.baselines:
+        if one.split == split and any(_is_same(one.task, task) for task in tasks):
+            for name, data in one.totals.items():
+                found.setdefault(name, data.totals(record.metrics))
+    return found
+
+
+def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two configurations of tasks agree; a field that only one has is newer than the
+    other."""
+    return all(one[name] == other[name] for name in one.keys() & other.keys())
+
+
 def sources_of(record: Record) -> list[Source]:
-    """The sources that some run of the record has, the best checkpoint first."""
+    """The sources that some run of the record has, the best checkpoint first; without further
+    splits."""
     runs = [run for arm in record.arms.values() for run in arm.runs]
     return [s for s in SOURCES if any(_totals_data(run, s) is not None for run in runs)]
 
@@ -195,9 +281,18 @@ def source_label(record: Record, source: Source) -> str:
     runs = [run for arm in record.arms.values() for run in arm.runs]
     counts = [best.evaluations for run in runs if (best := run.best_of_splits.get("test"))]
     if source != "best" or not counts:
-        return SOURCES[source]
+        return source_words(source)
     many = " to ".join(str(n) for n in sorted({min(counts), max(counts)}))
     return f"{SOURCES[source]}, {many} {_plural('evaluation', max(counts))}"
+
+
+def source_words(source: Source) -> str:
+    """What values of a source are of, whatever the record."""
+    if source == SPLIT + PERMUTED:
+        return "variance of the answer over orders of the examples"
+    if source.startswith(SPLIT):
+        return f"split {source.removeprefix(SPLIT)}"
+    return SOURCES[source]
 
 
 def authors_values(arm: ArmRecord, metric: str, by: str, source: Source) -> dict[str, float]:

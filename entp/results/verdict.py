@@ -19,7 +19,7 @@ from entp.results.schema import (
     Selector,
     Verdict,
 )
-from entp.results.summary import SOURCES, status, values_of
+from entp.results.summary import source_words, status, values_of
 from entp.stats import t_test, welch_test
 
 Outcome = Literal["holds", "fails", "undecided"]
@@ -100,8 +100,9 @@ def _against_number(record: Record, check: Check, label: str, number: float) -> 
     if missing:
         return Finding("undecided", missing)
     values = _values(record, check, label)
-    p = None if check.p is None else t_test(values, number)
-    return _finding(check, label, values, number, f"{number:g}", p)
+    right = check.times * number
+    p = None if check.p is None else t_test(values, right)
+    return _finding(check, label, values, right, f"{_times(check)}{number:g}", p)
 
 
 def _against_arm(record: Record, check: Check, label: str, other: str) -> Finding:
@@ -110,8 +111,14 @@ def _against_arm(record: Record, check: Check, label: str, other: str) -> Findin
         return Finding("undecided", "; ".join(missing))
     values, others = (_values(record, check, one) for one in (label, other))
     mean = sum(others) / len(others)
-    p = None if check.p is None else welch_test(values, others)
-    return _finding(check, label, values, mean, f"{mean:.4g} of {other}", p)
+    right = [check.times * value for value in others]
+    p = None if check.p is None else welch_test(values, right)
+    told = f"{_times(check)}{mean:.4g} of {other}"
+    return _finding(check, label, values, check.times * mean, told, p)
+
+
+def _times(check: Check) -> str:
+    return "" if check.times == 1 else f"{check.times:g} times "
 
 
 def _values(record: Record, check: Check, label: str) -> list[float]:
@@ -127,7 +134,7 @@ def _about(check: Check, label: str) -> str:
     if check.by:
         parts.append(f"{check.by} {check.bin}")
     if check.source != "test":
-        parts.append(SOURCES[check.source])
+        parts.append(source_words(check.source))
     return ", ".join(parts)
 
 

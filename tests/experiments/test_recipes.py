@@ -76,7 +76,7 @@ def test_every_arm_from_before_the_move_is_an_arm_of_today(name: str) -> None:
     ]
     today = {one.hash: one for one in find_recipe(name).runs()}
     found = {config_hash(run_from_json(one["settings"])) for one in before}
-    assert found == set(today)
+    assert found <= set(today)
     assert len(found) == len(before)
 
 

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from small_records import arm_record, make_record, run_record
+from small_records import arm_record, make_record, run_record, run_test
 
 from entp.errors import InputError
+from entp.results.schema import Bootstrap
 from entp.results.store import better_run, compact_json, find_records, write_record
 
 
@@ -29,6 +30,18 @@ def test_of_two_records_of_a_run_done_wins_then_tested_then_further() -> None:
     assert better_run(None, done) is done
     assert better_run(done, None) is done
     assert better_run(None, None) is None
+
+
+def test_of_runs_as_far_as_each_other_the_one_with_more_tests_wins() -> None:
+    less = run_record()
+    assert less.test is not None
+    totals = less.test.totals
+    ends = Bootstrap(level=0.9, resamples=10, all={})
+    for more in ({"splits": {"shift": totals}}, {"last": totals}, {"bootstrap": ends}):
+        better = run_record(test=run_test(50, **more))
+        assert better_run(less, better) is better
+        assert better_run(better, less) is better
+        assert better_run(run_record(steps=11), better) is not better
 
 
 def test_of_equal_records_the_first_is_kept() -> None:

@@ -12,6 +12,11 @@ RECIPES: dict[str, str] = {
     "addition-lines": "entp.experiments.recipes.addition:LINES_RECIPE",
     "addition-length": "entp.experiments.recipes.addition_length:RECIPE",
     "addition-positions": "entp.experiments.recipes.addition_positions:RECIPE",
+    "icl": "entp.experiments.recipes.icl:RECIPE",
+    "icl-rates": "entp.experiments.recipes.icl:RATES_RECIPE",
+    "icl-targets": "entp.experiments.recipes.icl:TARGETS_RECIPE",
+    "icl-depth": "entp.experiments.recipes.icl_depth:RECIPE",
+    "icl-shift": "entp.experiments.recipes.icl_shift:RECIPE",
     "chase": "entp.experiments.recipes.chase:RECIPE",
 }
 """Recipes by name and where they live."""

@@ -11,7 +11,8 @@ PIP_INSTALL := $(VENV)/bin/pip install --quiet --disable-pip-version-check -c co
 demo: $(VENV)/demo.ready
 	$(VENV)/bin/entp demo
 
-test: lint types pytest
+test: lint
+	$(MAKE) -j2 types pytest
 
 quick: lint
 	$(VENV)/bin/pytest -n auto -m "not slow" $(QUICK)

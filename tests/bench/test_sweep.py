@@ -168,14 +168,14 @@ def test_process_answers_with_errors_and_goes_on() -> None:
 
 @pytest.mark.slow
 def test_a_run_has_every_number(capsys: pytest.CaptureFixture[str]) -> None:
-    found = sweep.bench(BenchSweepOptions(quick=True, counts="1,2", batch_size=1, device="cpu"))
+    found = sweep.bench(BenchSweepOptions(quick=True, counts="1", batch_size=1, device="cpu"))
     ways = [(row["mode"], row["how"], row["runs"]) for row in found["runs"]]
-    assert ways == [(mode, PROCESSES, n) for mode in ("entp", "decoder") for n in (1, 2)]
+    assert ways == [(mode, PROCESSES, 1) for mode in ("entp", "decoder")]
     assert all(row["median"] > 0 and row["error"] == "" for row in found["runs"])
     assert (found["mps"], found["targets"]) == ("", [])
     assert found["config"]["rows"] == 16 * 17 // 2
     assert found["environment"]["date"]
-    assert "decoder, processes, 2 at a time: " in capsys.readouterr().out
+    assert "decoder, processes, 1 at a time: " in capsys.readouterr().out
 
 
 @pytest.mark.gpu

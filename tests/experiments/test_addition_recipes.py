@@ -9,15 +9,13 @@ import pytest
 import torch
 
 from entp.config import Run
-from entp.experiments.recipe import Recipe, find_recipe
+from entp.experiments.recipe import find_recipe
 from entp.experiments.recipes.addition import RECIPE as SAMPLES
 from entp.experiments.recipes.addition import samples_run
 from entp.experiments.recipes.addition_length import RECIPE as LENGTH
-from entp.experiments.recipes.addition_positions import RECIPE as POSITIONS
 from entp.experiments.recipes.addition_positions import positions_run, tiny_run
 from entp.experiments.reproduce import reproduce
 from entp.model import Transformer
-from entp.results.summary import run_totals
 from entp.tasks.addition import Addition
 
 
@@ -73,19 +71,6 @@ def test_patience_waits_for_a_loss_with_many_examples() -> None:
     few, many = (samples_run("ENTP", "small", "reversed", n) for n in (5_000, 10_000))
     assert few.train.patience == many.train.patience == 10
     assert (few.train.patience_from, many.train.patience_from) == (None, 1.1)
-
-
-@pytest.mark.parametrize("recipe", [SAMPLES, LENGTH, POSITIONS], ids=lambda recipe: recipe.name)
-def test_tiny_version_from_end_to_end(recipe: Recipe, tmp_path: Path) -> None:
-    record = reproduce(recipe.tiny(), tmp_path, device="cpu")
-    for arm in record.arms.values():
-        for run in arm.runs:
-            totals = run_totals(record, run)
-            assert run.done
-            assert totals is not None
-            assert totals.sequences >= 64
-            assert totals.sliced("exact_match", "digits")
-    assert (tmp_path / f"{recipe.name}-tiny" / "results.png").stat().st_size > 10_000
 
 
 def test_lengths_are_measured_at_three_checkpoints(tmp_path: Path) -> None:

@@ -174,8 +174,7 @@ def exact_model(run: Run) -> Any:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("extras", [False, True], ids=["plain", "with weights and positions"])
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(("extras", "count"), [(False, 3), (True, 2)])
 def test_mean_over_all_orders_is_the_exact_gradient(mode: Any, extras: bool, count: int) -> None:
     """For every offset: 3 x 2 or 3 x 3 draws of 4 positions, which cannot be equally often."""
     run = random_run(count, mode=mode, train={"precision": "fp32"})
@@ -213,7 +212,7 @@ def test_mean_over_all_draws_of_padded_sequences_is_the_exact_gradient(
     torch.testing.assert_close(torch.stack(found).mean(0), exact, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["decoder"])
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
 def test_mean_over_steps_is_the_exact_gradient(mode: Any, padded: bool) -> None:
     """What a run draws, within five standard errors."""

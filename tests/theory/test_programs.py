@@ -308,7 +308,7 @@ def assert_chain_is_right(x: Any) -> None:
 
 
 def test_chain_of_thought_on_all_short_sequences() -> None:
-    for x in all_sequences(range(1, 4)):
+    for x in all_sequences(range(1, 5)):
         assert_chain_is_right(x)
 
 

@@ -25,7 +25,7 @@ types: $(VENV)/test.ready
 	$(VENV)/bin/mypy
 
 pytest: $(VENV)/test.ready
-	$(VENV)/bin/pytest -n auto
+	$(VENV)/bin/pytest -n auto --dist worksteal
 
 gpu-test:
 	$(PYTHON) -m pytest -m gpu

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-settings.register_profile("entp", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("entp", deadline=None, derandomize=True, max_examples=20)
 settings.load_profile("entp")
 torch.set_num_threads(1)
 if not torch.cuda.is_available():

@@ -105,7 +105,7 @@ def questions(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(configs(), questions(), st.integers(0, 1000))
-@settings(max_examples=120)
+@settings(max_examples=70)
 def test_packed_is_the_reference(
     config: dict[str, Any], question: dict[str, Any], seed: int
 ) -> None:

@@ -74,13 +74,13 @@ def test_patience_waits_for_a_loss_with_many_examples() -> None:
 
 
 def test_lengths_are_measured_at_three_checkpoints(tmp_path: Path) -> None:
-    record = reproduce(LENGTH.tiny(), tmp_path, device="cpu", seed=0)
-    for arm in record.arms.values():
-        (run,) = arm.runs
-        assert run.test is not None
-        assert run.test.last is not None
-        assert [point.step for point in run.splits["test"]] == [10, 20, 30]
-        assert set(run.splits["test"][0].totals.slices["exact_match"]["digits"]) == {"4", "5"}
+    label = LENGTH.arms[1].label
+    record = reproduce(LENGTH.tiny(), tmp_path, device="cpu", seed=0, only=[label])
+    (run,) = record.arms[label].runs
+    assert run.test is not None
+    assert run.test.last is not None
+    assert [point.step for point in run.splits["test"]] == [10, 20, 30]
+    assert set(run.splits["test"][0].totals.slices["exact_match"]["digits"]) == {"4", "5"}
 
 
 def test_names_are_known() -> None:

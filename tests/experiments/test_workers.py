@@ -79,21 +79,22 @@ def test_a_process_does_one_task_after_another(tmp_path: Path) -> None:
     assert [alive for _, alive in found] == ["1", "1", "1"]
 
 
-def after_training(folder: Path, device: str) -> list[list[int]]:
-    """Models, and bytes on a GPU, that a process still holds when it begins each of four runs."""
-    endings = list(in_parallel(1, trains, [(folder, n, device) for n in range(4)]))
-    assert [ending.error for ending in endings] == [None] * 4
-    return [[int(word) for word in (folder / str(n)).read_text().split()] for n in range(4)]
+def after_training(folder: Path, device: str, runs: int) -> list[list[int]]:
+    """Models, and bytes on a GPU, that a process still holds when it begins each of so many
+    runs."""
+    endings = list(in_parallel(1, trains, [(folder, n, device) for n in range(runs)]))
+    assert [ending.error for ending in endings] == [None] * runs
+    return [[int(word) for word in (folder / str(n)).read_text().split()] for n in range(runs)]
 
 
 def test_nothing_of_a_finished_run_is_kept(tmp_path: Path) -> None:
-    assert after_training(tmp_path, "cpu") == [[0, 0]] * 4
+    assert after_training(tmp_path, "cpu", 2) == [[0, 0]] * 2
 
 
 @pytest.mark.gpu
 def test_memory_of_finished_runs_does_not_add_up(tmp_path: Path) -> None:
     """What stays is the engine's workspace and the tables of the last few masks."""
-    alive, used = zip(*after_training(tmp_path, "cuda"), strict=True)
+    alive, used = zip(*after_training(tmp_path, "cuda", 4), strict=True)
     assert alive == (0, 0, 0, 0)
     assert used[3] <= used[2] + 2**20
     assert used[3] < 2**27

@@ -92,7 +92,7 @@ class Addition(Task):
     def _problems(self) -> list[str]:
         problems = []
         most = {"all": 3, "paper": 3, "lengths": MOST_DIGITS}.get(self.sampling, 0)
-        least = 2 if self.sampling == "paper" else 1
+        least = {"all": 1, "paper": 2, "lengths": 3}.get(self.sampling, 1)
         if self.split_seed < 0:
             problems.append(f"task.split_seed is {self.split_seed}: it must be at least 0")
         if not least <= self.digits <= most:
@@ -133,11 +133,6 @@ class Addition(Task):
             if self.test_digits is not None:
                 return [f"task.test_digits is for sampling lengths, not for {self.sampling}"]
             return []
-        if self.digits < 3:
-            return [
-                f"task.digits is {self.digits}: with sampling lengths at least 3 are needed, or "
-                "there are too few sums"
-            ]
         if not self.digits < self.longest <= MOST_DIGITS:
             return [
                 f"task.test_digits is {self.test_digits}: it must be above task.digits "

@@ -364,7 +364,7 @@ def test_offsets_are_random_in_training_only(positions: str, operands: str) -> N
     [
         ({"sampling": "paper", "digits": 1}, "task.digits is 1: allowed are 2 to 3"),
         ({"sampling": "paper", "digits": 3, "train_examples": 99}, "allowed are 101 to"),
-        ({"sampling": "lengths", "digits": 2}, "at least 3"),
+        ({"sampling": "lengths", "digits": 2}, "task.digits is 2: allowed are 3 to 100"),
         ({"sampling": "lengths", "digits": 5, "test_digits": 5}, "above task.digits 5"),
         ({"test_digits": 5}, "test_digits is for sampling lengths"),
         ({"layout": "windows", "positions": "abacus"}, "abacus is for layout lines"),

@@ -22,6 +22,7 @@ from entp.config import OptimConfig, Run, TrainConfig, model_for
 from entp.experiments.recipe import Arm, Figure, Recipe, Table
 from entp.experiments.recipes.addition import BOTH
 from entp.experiments.recipes.addition_length import MORE_STEPS, STEPS
+from entp.experiments.recipes.addition_length import tiny_run as tiny_length
 from entp.experiments.recipes.count3 import MODES
 from entp.tasks.addition import Addition
 
@@ -62,22 +63,13 @@ def positions_run(mode: str, positions: str, layers: int = LAYERS) -> Run:
 
 
 def tiny_run(run: Run) -> Run:
-    """Numbers of up to 3 digits, tested on up to 5, for a model of at most 2 layers."""
-    assert isinstance(run.task, Addition)
-    task = replace(
-        run.task, digits=3, train_examples=2_000, test_digits=5, window=32, max_offset=10
-    )
-    table = run.model.position_embedding
-    layers = min(2, run.model.layers)
-    return replace(
-        run,
-        task=task,
-        model=model_for(task, "small", layers=layers, heads=2, width=32, position_embedding=table),
-        steps=20,
-        batch_size=8,
-        optim=OptimConfig(lr=3e-3, min_lr=3e-4, warmup_steps=5, decay_steps=30),
-        train=replace(run.train, eval_every=10, eval_batches=2, checkpoint_every=10),
-    )
+    """As the tiny `addition-length`, with this run's positions and at most 2 layers."""
+    small = tiny_length(run)
+    assert isinstance(small.task, Addition)
+    task = replace(small.task, max_offset=10)
+    layers, table = min(2, run.model.layers), run.model.position_embedding
+    more = {"layers": layers, "heads": 2, "width": 32, "position_embedding": table}
+    return replace(small, task=task, model=model_for(task, "small", **more))
 
 
 RECIPE = Recipe(

@@ -9,6 +9,7 @@ RECIPES: dict[str, str] = {
     "match3": "entp.experiments.recipes.match3:RECIPE",
     "addition-samples": "entp.experiments.recipes.addition:RECIPE",
     "addition-rates": "entp.experiments.recipes.addition:RATES_RECIPE",
+    "addition-tuned": "entp.experiments.recipes.addition:TUNED_RECIPE",
     "addition-lines": "entp.experiments.recipes.addition:LINES_RECIPE",
     "addition-length": "entp.experiments.recipes.addition_length:RECIPE",
     "addition-positions": "entp.experiments.recipes.addition_positions:RECIPE",

@@ -1,4 +1,4 @@
-"""How much a model's answers change with the order of a prompt's examples.
+"""How much a model's answers change where a task's examples come in another order.
 
 The function that a prompt shows does not depend on the order of its examples, and neither does
 least squares. A model's answer may: the variance of its answers over random orders is measured in
@@ -13,21 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from entp.tasks.base import IGNORE, Batch
-from entp.tasks.in_context import InContext, permuted
+from entp.tasks.base import IGNORE, Batch, Task
 from entp.tasks.metrics import Predicted, Totals
 from entp.training.forward import Forward
 
 ORDER_STREAM = 2000
 """Of random numbers: no split has this number."""
-QUARTERS = (1, 2, 3, 4)
-"""Queries after these quarters of the examples are asked."""
 
 
 @torch.no_grad()
 def variance_over_orders(
     model: Any,
-    task: InContext,
+    task: Task,
     batches: Iterable[Batch],
     how: Forward,
     orders: int,
@@ -36,39 +33,25 @@ def variance_over_orders(
     device: torch.device | str = "cpu",
 ) -> Totals:
     """The variance of the answers over so many random orders of the examples, as the task's metrics
-    have it, after a quarter, half, three quarters and all of the examples."""
+    have it, at the queries that the task asks in another order."""
     totals = Totals(task.metrics)
     for number, batch in enumerate(batches):
-        variances = []
-        for examples in asked(task.points):
-            streams = [(seed, ORDER_STREAM, number, examples, order) for order in range(orders)]
-            mixed = (
-                permuted(batch, np.random.default_rng(np.random.SeedSequence(one)), examples)
-                for one in streams
-            )
-            answers = np.stack([_answers(model, how, one, device) for one in mixed])
-            variances.append(answers.var(0, ddof=1, dtype=float))
-        totals += _measured(task, batch, np.stack(variances, axis=1))
+        y = np.full_like(batch.y, IGNORE)
+        answers = np.zeros((orders, *y.shape))
+        for order in range(orders):
+            rng = np.random.default_rng((seed, ORDER_STREAM, number, order))
+            for mixed in task.reordered(batch, rng):
+                y[mixed.row, mixed.position] = mixed.targets
+                answers[order, mixed.row, mixed.position] = _answers(model, how, mixed, device)
+        some = Batch(batch.x, y)
+        variances = answers.var(0, ddof=1)[some.target_mask]
+        totals += Totals.of(
+            task.metrics, some, task.measure(some, Predicted(some.targets, variances))
+        )
     return totals
 
 
-def asked(points: int) -> list[int]:
-    """Numbers of examples before the queries that are asked."""
-    return sorted({max(1, (points - 1) * quarter // 4) for quarter in QUARTERS})
-
-
 def _answers(model: Any, how: Forward, batch: Batch, device: torch.device | str) -> np.ndarray:
-    """The answer to the only query of each sequence."""
     x = torch.from_numpy(batch.x).to(device)
     outputs = how(model, x, torch.from_numpy(batch.target_mask))
     return how.answers(outputs).float().cpu().numpy()
-
-
-def _measured(task: InContext, batch: Batch, variances: np.ndarray) -> Totals:
-    """Variances (sequences, queries that are asked) as the task measures squared errors."""
-    at = [2 * examples for examples in asked(task.points)]
-    y = np.full_like(batch.y, IGNORE)
-    y[:, at] = batch.y[:, at]
-    some = Batch(batch.x, y)
-    got = Predicted(some.targets, variances.ravel())
-    return Totals.of(task.metrics, some, task.measure(some, got))

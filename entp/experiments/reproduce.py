@@ -20,7 +20,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import torch
 from pydantic import Field
 
 from entp.config import Run
@@ -34,32 +33,18 @@ from entp.experiments.collect import (
     match_runs,
     read_folder,
     read_test,
-    write_test,
 )
 from entp.experiments.jobs import expected_seconds, how_many, longest_first
-from entp.experiments.orders import variance_over_orders
 from entp.experiments.recipe import ArmRun, Recipe, check_recipe
+from entp.experiments.testing import batches_of, is_complete, measure_best
 from entp.experiments.workers import Ending, in_parallel
 from entp.files import lock_folder, write_file
-from entp.model import Transformer
 from entp.report.figures import draw_record
-from entp.results.bootstrap import Scored, bootstrap
-from entp.results.schema import PERMUTED, BaselineRecord, Bootstrap, Record, RunTest, TotalsData
+from entp.results.schema import BaselineRecord, Record, TotalsData
 from entp.results.store import read_record, write_record
-from entp.tasks.base import Batch, Split, Task
-from entp.tasks.in_context import InContext
-from entp.tasks.metrics import Predicted, Score
-from entp.training.checkpoint import find, load
+from entp.tasks.base import Split
 from entp.training.distributed import World, pick_device
-from entp.training.evaluate import (
-    TEST_SEED,
-    evaluate,
-    evaluate_baseline,
-    evaluate_generated,
-    split_batches,
-    untouched_batches,
-)
-from entp.training.forward import Forward
+from entp.training.evaluate import evaluate_baseline
 from entp.training.mps import Shared, shared_gpu
 from entp.training.trainer import train
 
@@ -224,7 +209,7 @@ class Study:
             return True
         here = (find_folder(arm, self.folders) / "config.json").exists()
         if run.test is not None:
-            return here and not _is_complete(run.test, arm)
+            return here and not is_complete(run.test, arm)
         if not here:
             print(
                 f"{self.record}: {arm.name} is done but untested, and its folder is not in "
@@ -412,7 +397,7 @@ def run_arm(arm: ArmRun, resources: Resources, quiet: bool = False) -> int | Non
         concurrent = _concurrent(folder, arm.run, begun, resources.concurrent)
     else:
         concurrent = _concurrent(folder, arm.run, True, None)
-    measure_best(arm, folder, resources, concurrent)
+    measure_best(arm, folder, pick_device(resources.device, World()), concurrent)
     return None
 
 
@@ -432,94 +417,3 @@ def _concurrent(folder: Path, run: Run, begun: bool, now: int | None) -> int | N
     if before is None or now not in (None, before.concurrent_runs):
         return None
     return before.concurrent_runs
-
-
-def measure_best(arm: ArmRun, folder: Path, resources: Resources, concurrent: int | None) -> None:
-    """Write test.json: the best checkpoint on test sequences and on further splits, and the last
-    one if the recipe asks for it, unless it is there for these already."""
-    run, best, before = arm.run, find(folder), read_test(folder, arm.run)
-    last = find(folder, "last") if arm.test_last else None
-    if before is not None and _is_of(before, best, last) and _is_complete(before, arm):
-        return
-    device = pick_device(resources.device, World())
-    how, model = Forward.of(run), load(best, device=device)
-
-    def totals(model: Transformer, split: Split = "test") -> TotalsData:
-        some = batches_of(arm, split)
-        return TotalsData.of(evaluate(model, run.task, some, how, device=device))
-
-    other_stream = before is not None and bool(before.note)
-    if before is None or before.checkpoint != best.name or other_stream:
-        generated = None
-        if arm.generated_sequences:
-            some = batches_of(arm, "test", True)
-            generated = TotalsData.of(evaluate_generated(model, run.task, some, how, device=device))
-        before = RunTest(
-            checkpoint=best.name,
-            concurrent_runs=concurrent,
-            totals=totals(model),
-            generated=generated,
-        )
-    if last is not None and before.last_checkpoint != last.name:
-        later = totals(load(last, device=device))
-        before = before.model_copy(update={"last": later, "last_checkpoint": last.name})
-    splits = dict(before.splits)
-    splits |= {split: totals(model, split) for split in arm.test_splits if split not in splits}
-    if arm.test_orders and PERMUTED not in splits:
-        splits[PERMUTED] = _permuted(arm, model, how, device)
-    resampled = before.bootstrap
-    if arm.bootstrap and resampled is None:
-        resampled = _bootstrap(arm, model, how, device)
-    write_test(folder, before.model_copy(update={"splits": splits, "bootstrap": resampled}))
-
-
-def batches_of(arm: ArmRun, split: Split, generated: bool = False) -> Iterator[Batch]:
-    """The test sequences of a run, or those of a further split, which nothing else uses."""
-    run, sequences = arm.run, arm.generated_sequences if generated else arm.test_sequences
-    if split == "test":
-        return untouched_batches(run.task, sequences, run.batch_size, run.seed)
-    count = -(-sequences // run.batch_size)
-    seed = (TEST_SEED + run.seed) % 2**32
-    return split_batches(run.task, split, count, run.batch_size, seed)
-
-
-def _permuted(arm: ArmRun, model: Transformer, how: Forward, device: torch.device) -> TotalsData:
-    """The variance of the answers over orders of the examples."""
-    task, seed, some = arm.run.task, arm.run.seed, batches_of(arm, "test")
-    assert isinstance(task, InContext)
-    found = variance_over_orders(model, task, some, how, arm.test_orders, seed=seed, device=device)
-    return TotalsData.of(found)
-
-
-def _bootstrap(arm: ArmRun, model: Transformer, how: Forward, device: torch.device) -> Bootstrap:
-    """Intervals of the test by resampling its sequences."""
-    scored, some = _Scores(arm.run.task), batches_of(arm, "test")
-    evaluate(model, scored, some, how, device=device)  # type: ignore[arg-type]
-    return bootstrap(arm.run.task.metrics, scored.all)
-
-
-class _Scores:
-    """A task that keeps every score, for what needs more than their sums."""
-
-    def __init__(self, task: Task) -> None:
-        self.task, self.name, self.metrics = task, task.name, task.metrics
-        self.all: list[Scored] = []
-
-    def measure(self, batch: Batch, got: Predicted) -> dict[str, Score | None]:
-        found = self.task.measure(batch, got)
-        self.all.append(Scored(batch, found))
-        return found
-
-
-def _is_of(test: RunTest, best: Path, last: Path | None) -> bool:
-    """Whether a test is of this checkpoint, and of the last one where that is to be tested."""
-    return test.checkpoint == best.name and (last is None or test.last_checkpoint == last.name)
-
-
-def _is_complete(test: RunTest, arm: ArmRun) -> bool:
-    """Whether a test has everything that its recipe asks for."""
-    return (
-        all(split in test.splits for split in arm.splits)
-        and (test.bootstrap is not None or not arm.bootstrap)
-        and (test.last is not None or not arm.test_last)
-    )

@@ -157,6 +157,11 @@ class Task:
             "loss": mean_loss(got),
         }
 
+    def reordered(self, batch: Batch, rng: np.random.Generator) -> list[Batch]:
+        """Queries of a batch again, with the examples before them in a random order and their
+        targets at the same places; none where the order matters or there are no examples."""
+        return []
+
     def baselines(self) -> dict[str, Baseline]:
         """Answers without a model, by name, to compare with."""
         return {}

@@ -33,6 +33,8 @@ SCALES = {
 SHIFTS = (*QUERY_SHIFTS, *INPUT_SHIFTS, *SCALES, "noisy")
 """Splits that only linear functions have: training never sees their kind of prompt."""
 LASSO_ALPHAS = (1.0, 0.1, 0.01, 0.001, 0.0001)
+QUARTERS = (1, 2, 3, 4)
+"""Queries after these quarters of the examples are asked in another order."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +262,14 @@ class InContext(Task):
             np.where(at == 2 * examples[:, None], whole.y, IGNORE),
             lengths=2 * examples + 1,
         )
+
+    def reordered(self, batch: Batch, rng: np.random.Generator) -> list[Batch]:
+        """The queries after a quarter, half, three quarters and all of the examples."""
+        return [permuted(batch, rng, examples) for examples in self.asked_again()]
+
+    def asked_again(self) -> list[int]:
+        """Numbers of examples before the queries that are asked in another order."""
+        return sorted({max(1, (self.points - 1) * quarter // 4) for quarter in QUARTERS})
 
     def prompts(self, seed: int, size: int) -> list[list[int]]:
         raise self._no_tokens()

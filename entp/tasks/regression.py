@@ -7,8 +7,8 @@ predict 0. The slow ones are fitted to one number of examples at a time.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -143,12 +143,12 @@ def _gradients(weights: Weights, x: np.ndarray, y: np.ndarray) -> Weights:
 
 def lasso(alpha: float) -> Fit:
     """Linear, without intercept: least squares over 2n plus alpha times the sum of |weights|."""
-    return _each("linear_model", "Lasso", alpha=alpha, fit_intercept=False, max_iter=100_000)
+    return _each("Lasso", alpha=alpha, fit_intercept=False, max_iter=100_000)
 
 
 def tree(depth: int | None) -> Fit:
     """A regression tree, grown greedily; of any depth where it is None."""
-    return _each("tree", "DecisionTreeRegressor", max_depth=depth, random_state=0)
+    return _each("DecisionTreeRegressor", max_depth=depth, random_state=0)
 
 
 def gradient_boosting() -> Fit:
@@ -156,20 +156,19 @@ def gradient_boosting() -> Fit:
 
     A fit takes about 0.1 s, so that many are made by as many processes as there are cores.
     """
-    return _each("ensemble", "GradientBoostingRegressor", in_processes=True, random_state=0)
+    return _each("GradientBoostingRegressor", in_processes=True, random_state=0)
 
 
-def _each(module: str, name: str, in_processes: bool = False, **options: Any) -> Fit:
+def _each(name: str, in_processes: bool = False, **options: Any) -> Fit:
     """A method of scikit-learn, fitted to one prompt after the other, or to several at a time."""
 
     def fit(x: np.ndarray, y: np.ndarray, query: np.ndarray) -> np.ndarray:
-        method = getattr(_scikit_learn(module), name)
+        method = getattr(_scikit_learn(), name)
         prompts = [(method(**options), *one) for one in zip(x, y, query, strict=True)]
         if not in_processes or len(prompts) < ENOUGH:
             return np.array([_answer(*one) for one in prompts])
-        parallel = _scikit_learn("utils.parallel")
-        jobs = (parallel.delayed(_answer)(*one) for one in prompts)
-        return np.array(parallel.Parallel(n_jobs=-1)(jobs))
+        jobs = (_scikit_learn().delayed(_answer)(*one) for one in prompts)
+        return np.array(_scikit_learn().Parallel(n_jobs=-1)(jobs))
 
     return fit
 
@@ -179,12 +178,22 @@ def _answer(method: Any, x: np.ndarray, y: np.ndarray, query: np.ndarray) -> flo
     return float(method.fit(x, y).predict(query[None])[0])
 
 
-def _scikit_learn(module: str) -> Any:
-    """A part of scikit-learn; an InputError where it is not installed."""
+def _scikit_learn() -> Any:
+    """What is used of scikit-learn; an InputError where it is not installed."""
     try:
-        return importlib.import_module(f"sklearn.{module}")
+        from sklearn.ensemble import GradientBoostingRegressor
+        from sklearn.linear_model import Lasso
+        from sklearn.tree import DecisionTreeRegressor
+        from sklearn.utils.parallel import Parallel, delayed
     except ImportError as error:
         raise InputError(
             f"this baseline needs scikit-learn, which is not installed ({error}): "
             "pip install 'entp[baselines]'."
         ) from None
+    return SimpleNamespace(
+        GradientBoostingRegressor=GradientBoostingRegressor,
+        Lasso=Lasso,
+        DecisionTreeRegressor=DecisionTreeRegressor,
+        Parallel=Parallel,
+        delayed=delayed,
+    )

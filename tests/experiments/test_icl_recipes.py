@@ -16,7 +16,7 @@ from small_records import small_recipe
 from entp.config import ModelConfig, RandomTargetsConfig, Run
 from entp.errors import InputError
 from entp.experiments import reproduce as reproducing
-from entp.experiments.orders import asked, variance_over_orders
+from entp.experiments.orders import variance_over_orders
 from entp.experiments.recipe import Arm, Check, Figure, Recipe, Table, check_recipe, find_recipe
 from entp.experiments.recipes.icl import (
     BOTH,
@@ -258,8 +258,8 @@ def test_variance_over_orders_is_in_units_of_the_squared_error() -> None:
 
 
 def test_queries_are_asked_after_quarters_of_the_examples() -> None:
-    assert asked(41) == [10, 20, 30, 40]
-    assert asked(3) == [1, 2]
+    assert InContext(points=41).asked_again() == [10, 20, 30, 40]
+    assert InContext(points=3).asked_again() == [1, 2]
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -289,8 +289,8 @@ def test_invalid_recipe_fails_before_training(changes: dict[str, Any], told: str
         check_recipe(replace(RECIPE, **changes))
 
 
-def test_orders_are_for_in_context_tasks() -> None:
-    with pytest.raises(InputError, match="test_orders is for in-context tasks"):
+def test_orders_are_for_tasks_that_have_others() -> None:
+    with pytest.raises(InputError, match=r"test_orders is 2, and .* has no other order"):
         check_recipe(small_recipe(test_orders=2))
 
 

@@ -4,6 +4,7 @@ there is no GPU."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,6 +15,14 @@ settings.load_profile("entp")
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU, one program after the other
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Prepared texts of tests are not those of the person who runs them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ENTP_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

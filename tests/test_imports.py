@@ -18,6 +18,7 @@ import entp
 ROOT = Path(entp.__file__).parent
 LEVELS = [
     {"errors", "fields", "files", "registry", "stats", "terminal", "pretrained"},
+    {"data"},
     {"tasks"},
     {"config"},
     {"engine"},
@@ -25,7 +26,7 @@ LEVELS = [
     {"results"},
     {"report"},
     {"training"},
-    {"theory", "bench"},
+    {"hf", "theory", "bench"},
     {"experiments"},
     {"cli"},
 ]

@@ -14,11 +14,13 @@ from collections.abc import Callable
 
 from entp import __version__
 from entp.cli.bench import bench_command
+from entp.cli.data import data_command
 from entp.cli.demo import demo_command
 from entp.cli.evaluate import evaluate_command
 from entp.cli.export import export_command
 from entp.cli.generate import generate_command
 from entp.cli.help import command_list
+from entp.cli.lm_eval import lm_eval_command
 from entp.cli.parse import HELP
 from entp.cli.report import report_command
 from entp.cli.reproduce import reproduce_command
@@ -33,6 +35,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "evaluate": evaluate_command,
     "generate": generate_command,
     "export": export_command,
+    "lm-eval": lm_eval_command,
+    "data": data_command,
     "reproduce": reproduce_command,
     "report": report_command,
     "bench": bench_command,

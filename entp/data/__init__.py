@@ -1,0 +1,1 @@
+"""Text corpora: where they are found, how they are tokenized, prepared and read."""

@@ -1,0 +1,275 @@
+"""Text to tokens and back: bytes, or byte-level BPE such as GPT-2's.
+
+Every token but the end token stands for some bytes, so any text can be encoded, and bits per byte
+are exact. The end token is never read out of a text: it only follows documents. Only encoding with
+BPE needs the `tokenizers` library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from entp.data.manifest import MANIFEST, read_manifest
+from entp.errors import InputError, one_of
+from entp.files import json_bytes, parse_json
+
+END = "<|endoftext|>"
+TOKENIZER = "tokenizer.json"
+KINDS = ("bytes", "bpe", "gpt2")
+GPT2_VOCAB = 50257
+SMALLEST_BPE = 257
+"""Every byte, and the end token."""
+
+
+class Tokenizer:
+    """Text to tokens 0..vocab-1 and back; `end` is the token that follows a document."""
+
+    kind: str
+    vocab: int
+    end: int
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """The tokens of each text."""
+        return [tokens.tolist() for tokens in self.encode_arrays(texts)]
+
+    def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
+        """The tokens of each text, as arrays."""
+        raise NotImplementedError
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens; bytes that are no UTF-8 become U+FFFD."""
+        return self.decode_bytes(tokens).decode("utf-8", "replace")
+
+    def decode_bytes(self, tokens: Sequence[int]) -> bytes:
+        """The bytes that some tokens stand for; the end token stands for none."""
+        bad = [token for token in tokens if not 0 <= token < self.vocab]
+        if bad:
+            raise InputError(f"there is no token {bad[0]}: the tokenizer has {self.vocab}.")
+        return b"".join(self.pieces[token] for token in tokens)
+
+    @property
+    def pieces(self) -> list[bytes]:
+        """The bytes of every token."""
+        raise NotImplementedError
+
+    def token_bytes(self) -> np.ndarray:
+        """(vocab,) the number of bytes that each token stands for; 0 for the end token."""
+        return np.array([len(piece) for piece in self.pieces], dtype=np.int64)
+
+    def file(self) -> bytes | None:
+        """What tokenizer.json holds; None if there is none."""
+        return None
+
+    @property
+    def sha256(self) -> str | None:
+        """The checksum of its tokens and merges; None where there is no tokenizer.json."""
+        return None
+
+
+class ByteTokenizer(Tokenizer):
+    """A token for each byte of UTF-8."""
+
+    kind = "bytes"
+    vocab = 257
+    end = 256
+
+    def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.frombuffer(_utf8(text), dtype=np.uint8) for text in texts]
+
+    @cached_property
+    def pieces(self) -> list[bytes]:
+        return [*(bytes([byte]) for byte in range(256)), b""]
+
+
+class BpeTokenizer(Tokenizer):
+    """Byte-level BPE from the contents of a tokenizer.json of the `tokenizers` library."""
+
+    def __init__(self, file: bytes, where: str = TOKENIZER) -> None:
+        self._file, self._where = file, where
+        self._tokens = _vocabulary(file, where)
+        self.vocab = len(self._tokens)
+        self.end = self._tokens[END]
+        is_gpt2 = (self.vocab, self.end) == (GPT2_VOCAB, GPT2_VOCAB - 1)
+        self.kind = "gpt2" if is_gpt2 else "bpe"
+
+    def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
+        for text in texts:
+            _utf8(text)
+        found = self._library.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.int64) for one in found]
+
+    @cached_property
+    def pieces(self) -> list[bytes]:
+        alphabet = _byte_alphabet()
+        found = [b""] * self.vocab
+        for text, token in self._tokens.items():
+            if token != self.end:
+                found[token] = bytes(alphabet[character] for character in text)
+        return found
+
+    def file(self) -> bytes:
+        return self._file
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of what decides how text is cut: versions of the library write the rest differently."""
+        merges = parse_json(self._file)["model"].get("merges", [])
+        pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
+        return hashlib.sha256(json_bytes([sorted(self._tokens.items()), pairs])).hexdigest()
+
+    @cached_property
+    def _library(self) -> Any:
+        """The library's tokenizer, which takes the end token's name for ordinary text."""
+        library = _tokenizers()
+        try:
+            found = library.Tokenizer.from_str(self._file.decode())
+        except Exception as error:
+            raise InputError(
+                f"{self._where} cannot be read by tokenizers {library.__version__} ({error})."
+            ) from None
+        found.encode_special_tokens = True
+        return found
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a prepared corpus or of a run: its tokenizer.json, or bytes if there is
+    none."""
+    path = folder / TOKENIZER
+    found = BpeTokenizer(path.read_bytes(), str(path)) if path.is_file() else ByteTokenizer()
+    if (folder / MANIFEST).is_file():
+        _check_fits(found, read_manifest(folder)["tokenizer"], folder)
+    return found
+
+
+def gpt2_tokenizer(folder: Path) -> Tokenizer:
+    """GPT-2's tokenizer, from its files encoder.json and vocab.bpe."""
+    vocab, merges = folder / "encoder.json", folder / "vocab.bpe"
+    for path in (vocab, merges):
+        if not path.is_file():
+            raise InputError(
+                f"{path} is missing: GPT-2's tokenizer is its files encoder.json and vocab.bpe. "
+                "Name their folder by --gpt2, or put it below ENTP_DATA as gpt2_bpe."
+            )
+    try:
+        tokens = parse_json(vocab.read_bytes())
+        lines = merges.read_text(encoding="utf-8").splitlines()
+        pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#v")]
+        found = _library_bpe(tokens, pairs)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"{folder} does not hold GPT-2's files: {error}.") from None
+    tokenizer = BpeTokenizer(found.to_str().encode(), str(vocab))
+    if tokenizer.kind != "gpt2":
+        raise InputError(
+            f"{vocab} has {tokenizer.vocab} tokens; GPT-2's has {GPT2_VOCAB}, {END} the last."
+        )
+    return tokenizer
+
+
+def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
+    """Byte-level BPE with at most `vocab` tokens, trained on these texts."""
+    if vocab < SMALLEST_BPE:
+        raise InputError(
+            f"vocab is {vocab}: BPE has at least {SMALLEST_BPE} tokens, one for each byte and the "
+            "end token."
+        )
+    library = _tokenizers()
+    found = _library_bpe({}, [])
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END],
+        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    found.train_from_iterator(texts, trainer)
+    return BpeTokenizer(found.to_str().encode())
+
+
+def _library_bpe(vocab: dict[str, int], merges: list[Any]) -> Any:
+    """A tokenizer of the library like GPT-2's, with these tokens and merges."""
+    library = _tokenizers()
+    try:
+        model = library.models.BPE(vocab=vocab, merges=merges)
+    except Exception as error:
+        raise ValueError(str(error)) from None
+    found = library.Tokenizer(model)
+    found.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = library.decoders.ByteLevel()
+    if vocab:
+        found.add_special_tokens([END])
+    return found
+
+
+def _tokenizers() -> Any:
+    """The `tokenizers` library."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise InputError(
+            "BPE needs the tokenizers library: pip install 'entp[text]', or use bytes."
+        ) from None
+    return tokenizers
+
+
+def _vocabulary(file: bytes, where: str) -> dict[str, int]:
+    """The tokens of a tokenizer.json, which must be byte-level BPE with an end token."""
+    try:
+        data = parse_json(file)
+        if data["model"]["type"] != "BPE":
+            raise InputError(f"{where} is {data['model']['type']}: allowed is byte-level BPE.")
+        tokens = dict(data["model"]["vocab"])
+        added = {one["content"]: one["id"] for one in data["added_tokens"]}
+        tokens.update(added)
+        numbers = sorted(tokens.values())
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{where} is not a file of the tokenizers library ({error!r}).") from None
+    foreign = set("".join(token for token in tokens if token != END)) - set(_byte_alphabet())
+    if foreign or set(added) - {END} or END not in tokens or numbers != list(range(len(numbers))):
+        raise InputError(
+            f"{where} is not byte-level BPE with the token {END} and no other special token: make "
+            "one by `entp data prepare --tokenizer bpe`."
+        )
+    return tokens
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's character for each byte: itself if it can be printed, else one from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    found = {chr(byte): byte for byte in printable}
+    return found | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+def _check_fits(tokenizer: Tokenizer, told: dict[str, Any], folder: Path) -> None:
+    """InputError unless the tokenizer is the one that the manifest tells of."""
+    if told["kind"] not in KINDS:
+        raise one_of(f"tokenizer in {folder / MANIFEST}", told["kind"], KINDS)
+    if told["kind"] != "bytes" and tokenizer.kind == "bytes":
+        raise InputError(f"{folder / TOKENIZER} is missing: prepare the corpus again.")
+    is_bytes = told["kind"] == "bytes"
+    if is_bytes != (tokenizer.kind == "bytes") or told.get("sha256") != tokenizer.sha256:
+        raise InputError(
+            f"{folder / TOKENIZER} is not the file that {MANIFEST} tells of: prepare the corpus "
+            "again."
+        )
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"the text has half of a surrogate pair, {text[error.start]!r}, at character "
+            f"{error.start}: it is no Unicode text."
+        ) from None

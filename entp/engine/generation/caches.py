@@ -71,6 +71,45 @@ class NoCache:
         )
 
 
+class SlidingCache:
+    """Another cache until a sequence fills the model's context. From then on the last `limit`
+    tokens are read again for each token, the first of them at position 0."""
+
+    def __init__(
+        self, model: ModelProtocol, mode: str, limit: int, inner: Cache, prefix_B: Tensor | None
+    ) -> None:
+        self.model, self.mode, self.limit, self.inner = model, mode, limit, inner
+        self.prefix = prefix_B
+
+    def prefill(
+        self, tokens_BT: Tensor, lengths_B: Tensor, position_ids: Tensor | None = None
+    ) -> Tensor:
+        self.tokens, self.lengths = tokens_BT, lengths_B
+        if tokens_BT.shape[1] <= self.limit:
+            return self.inner.prefill(tokens_BT, lengths_B)
+        return self._predict()
+
+    def append(self, new_B: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        self.tokens = _with_one_more(self.tokens, self.lengths, new_B)
+        self.lengths = self.lengths + 1
+        if self.tokens.shape[1] <= self.limit:
+            return self.inner.append(new_B)
+        return self._predict()
+
+    def _predict(self) -> Tensor:
+        """Logits after the last tokens of each sequence; earlier ones are forgotten."""
+        dropped = (self.lengths - self.limit).clamp(min=0)
+        kept = dropped[:, None] + torch.arange(self.limit, device=dropped.device)
+        self.tokens = self.tokens.gather(1, kept)
+        self.lengths = self.lengths - dropped
+        if self.prefix is not None:
+            self.prefix = (self.prefix - dropped).clamp(min=1)
+        last = _one_hot(self.lengths, self.limit)
+        return predict(
+            self.model, self.tokens, self.mode, at=last, lengths=self.lengths, prefix=self.prefix
+        )
+
+
 class DecoderCache:
     """Keys and values of every layer, (B, KV, capacity, d); prefix_B makes the mode prefix-lm."""
 

@@ -4,13 +4,15 @@
 entp.generate(model, [[3, 1, 4], [1, 5]], max_new_tokens=8)
 # (B, T) to (B, T + 8)
 entp.generate(model, tokens, 8, "decoder", temperature=0.8, top_p=0.9, seed=0)
+# new tokens one by one, as they are drawn
+for token in stream(model, [3, 1, 4], max_new_tokens=8): ...
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,7 +23,13 @@ from torch import Tensor
 from entp.config import MODES
 from entp.engine.api import choose, resolve
 from entp.engine.cold_start import warm_math
-from entp.engine.generation.caches import Cache, DecoderCache, EntpCache, NoCache
+from entp.engine.generation.caches import (
+    Cache,
+    DecoderCache,
+    EntpCache,
+    NoCache,
+    SlidingCache,
+)
 from entp.engine.masks import as_prefix
 from entp.engine.protocol import ModelProtocol, depth
 from entp.engine.support import support_of
@@ -83,6 +91,7 @@ def generate(
     prefix: Tensor | np.ndarray | Sequence[int] | int | None = None,
     position_ids: PositionIds | None = None,
     cache: bool = True,
+    slide: bool = False,
 ) -> Prompts:
     """The prompts, each continued by max_new_tokens tokens.
 
@@ -96,28 +105,124 @@ def generate(
     position_ids: a function from tokens (B, T) to their position ids (B, T), each of its token and
         earlier ones only.
     cache: False reads everything again for each token: slower, and the same tokens.
+    slide: beyond the model's context, read the last context_length tokens again for each token,
+        the first of them at position 0; otherwise an InputError.
     """
-    warm_math()
-    sampling = Sampling(temperature, top_k, top_p)
-    vocab = _vocabulary(model)
+    source = _Source(Sampling(temperature, top_k, top_p), seed, stop)
+    _vocabulary(model)
     if isinstance(prompts, np.ndarray):
         prompts = torch.from_numpy(prompts)
     rows = _as_lists(prompts)
-    _check(vocab, rows, max_new_tokens, mode, stop)
-    reads = max(map(len, rows)) + max_new_tokens - 1
-    if position_ids is None:
-        _check_length(model, rows, max_new_tokens)
-    device = next(model.parameters()).device  # type: ignore[attr-defined]
-    lengths = torch.tensor([len(row) for row in rows], device=device)
-    first = _prefix_lengths(prefix, rows).to(device) if mode == "prefix-lm" else None
-    tokens = _padded(rows).to(device)
-    ids = None if position_ids is None else position_ids(tokens)
-    kept = make_cache(model, mode, reads, first, cache, tokens, ids)
-    source = _Source(sampling, _generator(seed, device), stop)
-    new = _continue(kept, tokens, lengths, max_new_tokens, source, position_ids)
+    how = _How(mode, prefix, position_ids, cache, slide)
+    new = _whole(list(_tokens(model, rows, max_new_tokens, source, how)), max_new_tokens, stop)
     if isinstance(prompts, Tensor):
         return torch.cat([prompts.long(), new.to(prompts.device)], dim=1)
     return [row + _cut(more, stop) for row, more in zip(rows, new.tolist(), strict=True)]
+
+
+def stream(
+    model: ModelProtocol,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    mode: str = "entp",
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    stop: int | None = None,
+    prefix: int | None = None,
+    position_ids: PositionIds | None = None,
+    cache: bool = True,
+    slide: bool = False,
+) -> Iterator[int]:
+    """The tokens that `generate` adds to one prompt, each as soon as it is drawn, the stop token
+    included."""
+    source = _Source(Sampling(temperature, top_k, top_p), seed, stop)
+    how = _How(mode, prefix, position_ids, cache, slide)
+    for token in _tokens(model, _as_lists([list(prompt)]), max_new_tokens, source, how):
+        yield int(token)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where new tokens come from."""
+
+    sampling: Sampling
+    seed: Any
+    stop: int | None
+
+    def generator(self, device: torch.device) -> torch.Generator | None:
+        """What random numbers come from; None: torch's own."""
+        if self.seed is None:
+            return None
+        number = as_int(self.seed)
+        if number is None or not 0 <= number < 2**63:
+            raise InputError(
+                f"seed is {self.seed!r}: it must be a whole number from 0 to 2^63 - 1, or None."
+            )
+        return torch.Generator(device).manual_seed(number)
+
+
+@dataclass(frozen=True)
+class _How:
+    """How tokens are read; see `generate`."""
+
+    mode: str
+    prefix: Tensor | np.ndarray | Sequence[int] | int | None
+    position_ids: PositionIds | None
+    cache: bool
+    slide: bool
+
+
+@torch.no_grad()
+def _tokens(
+    model: ModelProtocol, rows: list[list[int]], steps: int, source: _Source, how: _How
+) -> Iterator[Tensor]:
+    """New tokens (B,), one per prompt, `steps` times or until every prompt has drawn its stop
+    token. After it only stop tokens come."""
+    warm_math()
+    _check(_vocabulary(model), rows, steps, how.mode, source.stop)
+    _check_length(model, rows, steps, how)
+    device = next(model.parameters()).device  # type: ignore[attr-defined]
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    tokens = _padded(rows).to(device)
+    cache = _cache_for(model, rows, steps, how, tokens)
+    generator, stop = source.generator(device), source.stop
+    known = _Known(tokens, lengths, steps, how.position_ids)
+    stopped = torch.zeros_like(lengths, dtype=torch.bool)
+    logits = known.read(cache)
+    for step in range(steps):
+        token = pick(logits, source.sampling, generator)
+        if stop is not None:
+            token = token.masked_fill(stopped, stop)
+            stopped = stopped | (token == stop)
+        yield token
+        if step == steps - 1 or (stop is not None and bool(stopped.all())):
+            return  # the last token is never read
+        logits = known.append(cache, token)
+
+
+def _cache_for(
+    model: ModelProtocol, rows: list[list[int]], steps: int, how: _How, tokens_BT: Tensor
+) -> Cache:
+    """The cache of these prompts, for as many tokens as will be read."""
+    reads, limit = tokens_BT.shape[1] + steps - 1, getattr(model, "context_length", None)
+    first = None
+    if how.mode == "prefix-lm":
+        first = _prefix_lengths(how.prefix, rows).to(tokens_BT.device)
+    ids = None if how.position_ids is None else how.position_ids(tokens_BT)
+    if not how.slide or limit is None or reads <= limit:
+        return make_cache(model, how.mode, reads, first, how.cache, tokens_BT, ids)
+    window = tokens_BT[:, :limit]
+    inner = make_cache(model, how.mode, limit, first, how.cache, window)
+    return SlidingCache(model, how.mode, limit, inner, first)
+
+
+def _whole(tokens: list[Tensor], steps: int, stop: int | None) -> Tensor:
+    """(B, steps) the tokens of each step, and stop tokens after the last."""
+    new = torch.stack(tokens, dim=1)
+    return torch.nn.functional.pad(new, (0, steps - len(tokens)), value=0 if stop is None else stop)
 
 
 def pick(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> Tensor:
@@ -140,26 +245,6 @@ def pick(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator | Non
         ranked = ranked.masked_fill(better >= sampling.top_p, float("-inf"))
     probability = torch.zeros_like(scores).scatter(1, token, ranked.softmax(-1))
     return torch.multinomial(probability, 1, generator=generator)[:, 0]
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Where new tokens come from."""
-
-    sampling: Sampling
-    generator: torch.Generator | None
-    stop: int | None
-
-
-def _generator(seed: Any, device: torch.device) -> torch.Generator | None:
-    if seed is None:
-        return None
-    number = as_int(seed)
-    if number is None or not 0 <= number < 2**63:
-        raise InputError(
-            f"seed is {seed!r}: it must be a whole number from 0 to 2^63 - 1, or None."
-        )
-    return torch.Generator(device).manual_seed(number)
 
 
 def make_cache(
@@ -201,35 +286,6 @@ def _can_cache(model: ModelProtocol, tokens_BT: Tensor | None, position_ids: Ten
     if tokens_BT is None:
         return False
     return resolve("auto", model, tokens_BT, position_ids).impl != "reference"
-
-
-def _continue(
-    cache: Cache,
-    tokens_BT: Tensor,
-    lengths_B: Tensor,
-    steps: int,
-    source: _Source,
-    position_ids: PositionIds | None,
-) -> Tensor:
-    """New tokens (B, steps); after a stop token only stop tokens. The last one is never read."""
-    stop = source.stop
-    filling = 0 if stop is None else stop
-    new = tokens_BT.new_full((len(tokens_BT), steps), filling)
-    stopped = torch.zeros_like(lengths_B, dtype=torch.bool)
-    known = _Known(tokens_BT, lengths_B, steps, position_ids)
-    logits = known.read(cache)
-    for step in range(steps):
-        if step > 0:
-            logits = known.append(cache, new[:, step - 1])
-        token = pick(logits, source.sampling, source.generator)
-        if stop is None:
-            new[:, step] = token
-            continue
-        new[:, step] = token.masked_fill(stopped, stop)
-        stopped = stopped | (token == stop)
-        if bool(stopped.all()):
-            break
-    return new
 
 
 class _Known:
@@ -334,11 +390,15 @@ def _check(
         )
 
 
-def _check_length(model: ModelProtocol, rows: list[list[int]], max_new_tokens: int) -> None:
+def _check_length(
+    model: ModelProtocol, rows: list[list[int]], max_new_tokens: int, how: _How
+) -> None:
     """InputError for more tokens than the model has positions; the last token is never read."""
     longest, limit = max(map(len, rows)), getattr(model, "context_length", None)
     reads = longest + max_new_tokens - 1
-    if limit is not None and reads > limit:
+    if how.slide and how.position_ids is not None:
+        raise InputError("slide is for position ids 0, 1, 2, ...: leave it out, or position_ids.")
+    if how.position_ids is None and not how.slide and limit is not None and reads > limit:
         raise InputError(
             f"{max_new_tokens} new tokens after a prompt of {longest} need {reads} positions and "
             f"the model has {limit}: shorten the prompts, ask for fewer tokens, or build the model "

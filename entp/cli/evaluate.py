@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from entp.cli.on import on_options, run_on, take_on
 from entp.cli.parse import name_of, named_task, parse
 from entp.config import Impl, Run
+from entp.data.places import add_place
 from entp.errors import InputError, one_of
 from entp.tasks.base import Split, Task
 from entp.terminal import format_table
@@ -25,8 +28,8 @@ class EvaluateOptions:
 
     split: Split = "test"
     """Stream of sequences."""
-    batches: int = 16
-    """Batches of the run's size."""
+    batches: int | Literal["all"] = 16
+    """Batches of the run's size; all: the whole split, where it has an end."""
     seed: int | None = None
     """Seed of the sequences. None: the run's."""
     checkpoint: Checkpoint = "best"
@@ -37,12 +40,17 @@ class EvaluateOptions:
     """Also measure generated answers: the model reads its own answers instead of the right ones."""
     baselines: bool = False
     """Also measure the task's baselines, which answer without a model."""
+    data: str | None = None
+    """Where the task's data is, or other data with the same tokens. None: found by ENTP_DATA."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:NUMBER."""
     impl: Impl = "auto"
     """Engine for mode entp."""
     task: str | None = None
     """module:Class of the run's task, if it is not a built-in one."""
+    on: str | None = None
+    """Another task to measure the run on, such as winogrande; its options are --on.NAME. Unless
+    --batches is given, all of it is measured. None: the run's own."""
     json: bool = False
     """Print JSON instead of tables."""
 
@@ -50,33 +58,58 @@ class EvaluateOptions:
 def evaluate_command(args: list[str]) -> int:
     """evaluate RUN: measure a trained run"""
     folder = name_of(args, "run folder", [], "evaluate")
-    options = parse(EvaluateOptions, args[1:], f"entp evaluate {folder}")
-    model, run, device = open_run(folder, options.checkpoint, options.device, options.task)
+    on, words = take_on(args[1:])
+    first = None if on is None else on_options(EvaluateOptions, on, folder)
+    kind = EvaluateOptions if first is None else type(first)
+    options = parse(kind, words, f"entp evaluate {folder}", first)
+    model, run, device = open_run(
+        *(folder, options.checkpoint, options.device, options.task),
+        options.data if on is None else None,
+    )
+    if on is not None:
+        other: Any = options.on
+        run = run_on(run, other.with_data(options.data))
     check_slices(run.task, options.by)
     found = _measure(model, run, options, device)
     if options.json:
-        print(json.dumps(_as_json(folder, options, found)))
+        told = {} if on is None else {"task": run.task.name, "caveats": _caveats(run, on)}
+        print(json.dumps({**_as_json(folder, options, found), **told}))
     else:
         print(
             f"{run.task.name}, mode {run.mode}, {found['model'].sequences} sequences of "
             f"{options.split}"
         )
         print("\n\n".join(_tables(name, totals, options.by) for name, totals in found.items()))
+        print("".join(f"\n{told}" for told in _caveats(run, on)), end="\n" if on else "")
     return 0
 
 
+def _caveats(run: Run, on: str | None) -> list[str]:
+    """What a reader must know of another task than the run's own."""
+    return [] if on is None else run.task.caveats(0)
+
+
 def open_run(
-    folder: str, checkpoint: Checkpoint, device: str, task: str | None
+    folder: str, checkpoint: Checkpoint, device: str, task: str | None, data: str | None = None
 ) -> tuple[Any, Run, Any]:
-    """Model, run and device of a run folder."""
+    """Model, run and device of a run folder; data: where the task's files are."""
     if task is not None:
         named_task(task)
-    from entp.training.checkpoint import load, load_run
+    from entp.training.checkpoint import find, load, load_run
     from entp.training.distributed import World, pick_device
 
     where = pick_device(device, World())
     run = load_run(folder, checkpoint)
+    if run.task.takes_data:
+        _look_into(find(Path(folder), checkpoint))
+    if data is not None:
+        run = dataclasses.replace(run, task=run.task.with_data(data))
     return load(folder, checkpoint, where), run, where
+
+
+def _look_into(weights: Path) -> None:
+    """Let the task's files in a run folder be found: beside the weights, or above checkpoints."""
+    add_place(weights.parents[1] if weights.parent.name == "checkpoints" else weights)
 
 
 def slices_of(task: Task) -> list[str]:
@@ -109,7 +142,8 @@ def _measure(model: Any, run: Run, options: EvaluateOptions, device: Any) -> dic
     if options.baselines and not baselines:
         raise InputError(f"{task.name} has no baselines: leave --baselines out.")
     seed = run.seed if options.seed is None else options.seed
-    asked = (task, options.split, options.batches, run.batch_size, seed)
+    count = None if options.batches == "all" else options.batches
+    asked = (task, options.split, count, run.batch_size, seed)
     how = dataclasses.replace(Forward.of(run), impl=options.impl)
     found = {"model": evaluate(model, task, split_batches(*asked), how, device=device)}
     if options.generate:

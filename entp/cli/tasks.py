@@ -13,7 +13,7 @@ def tasks_command(args: list[str]) -> int:
     """tasks [TASK]: list the tasks, or draw an example of one"""
     if args and not args[0].startswith("-"):
         task = parse(named_task(args[0]), args[1:], f"entp tasks {args[0]}")
-        print(describe(args[0], task))
+        print(describe(args[0], task.with_data(None)))
         return 0
     for name in TASKS:
         print(f"{name:10} {task_class(name).about}")

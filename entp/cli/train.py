@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 from entp.bench.options import Size
 from entp.cli.aliases import translate
+from entp.cli.begin import TASK_DECIDES, Beginning, read_beginning
 from entp.cli.derive import MISSING, about, given, optional, options_of
 from entp.cli.help import first_sentence, short_help
 from entp.cli.parse import HELP, name_of, named_task, parse
@@ -29,18 +31,19 @@ from entp.config import (
     model_for,
 )
 from entp.config.json import read_run
+from entp.data.sources import SUFFIXES
 from entp.errors import InputError
 from entp.tasks.base import TASKS, Task
+from entp.tasks.tokens import look_into
 
 ESSENTIAL = (
-    *("mode", "size", "steps", "batch-size", "seed", "device", "out", "resume", "fork", "task."),
+    *("mode", "size", "steps", "batch-size", "seed", "device", "out", "resume", "fork", "init"),
+    *("data", "task."),
     *("model.layers", "model.width"),
     *("optim.name", "optim.lr", "optim.warmup-steps", "optim.weight-decay"),
     *("train.eval-every", "train.stop-at", "train.max-seconds", "train.precision"),
 )
 """The options that `--help` shows; `--help-all` shows all."""
-TASK_DECIDES = ("vocab", "input_dim", "outputs")
-"""Fields of the model that follow from the task."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,14 @@ class TrainOptions:
     fork: Path | None = None
     """Begin with the last checkpoint of the run in this folder, optimizer state included. That run
     stays as it is."""
+    init: Path | None = None
+    """Begin with the best weights of the run in this folder, at step 0 with a new optimizer. Model,
+    mode and tokenizer are that run's; where the output head differs, it is new."""
 
 
 def train_command(args: list[str]) -> int:
     """train TASK: train a model"""
+    args = _with_text(args)
     name = name_of(args, "task", TASKS, "train")
     task = named_task(name)
     kind = train_options(task)
@@ -81,15 +88,44 @@ def train_command(args: list[str]) -> int:
         return 0
     words = translate(args[1:], every)
     saved = _saved_run(words, task)
-    options = parse(kind, words, program, _defaults(kind, saved) if saved else None)
-    run = run_of(options, saved)
+    began = None if saved else _beginning(words)
+    options = parse(kind, words, program, _start(kind, task, saved, began))
+    options = _with_data(options, saved)
+    run = run_of(options, saved, began)
     out = options.out or default_folder(run.task, run.mode)
+    from entp.training.initialise import read_init
     from entp.training.trainer import announce, train
 
-    result = train(run, out, device=options.device, resume=options.resume, fork=options.fork)
+    init = None if options.init is None else read_init(options.init)
+    result = train(
+        run, out, device=options.device, resume=options.resume, fork=options.fork, init=init
+    )
     if os.environ.get("RANK", "0") == "0":
         print(announce(result))
     return 128 + result.stopped_by if result.stopped_by else 0
+
+
+def _with_text(args: list[str]) -> list[str]:
+    """The words with `FILE` at their beginning as `text --data FILE`."""
+    name = args[0] if args else ""
+    known = name in TASKS or ":" in name or not name
+    if known or not (Path(name).exists() or name.endswith(SUFFIXES)):
+        return args
+    if Path(name).exists() and os.environ.get("RANK", "0") == "0":
+        print(
+            f"{name} is read as bytes: the command is entp train text --data {name}. For another "
+            f"tokenizer: entp data prepare {name} --tokenizer bpe, and --data with its name.",
+            file=sys.stderr,
+        )
+    return ["text", f"--data={name}", *args[1:]]
+
+
+def _with_data(options: Any, saved: Run | None) -> Any:
+    """The options with the task on the data that --data names; a saved run's has its own."""
+    data = getattr(options, "data", None)
+    if data is None and saved is not None:
+        return options
+    return dataclasses.replace(options, task=options.task.with_data(data))
 
 
 def default_folder(task: Task | type[Task], mode: str) -> Path:
@@ -109,12 +145,23 @@ def train_options(task: type[Task]) -> type[TrainOptions]:
     }
     return dataclasses.make_dataclass(
         "TrainOptions",
-        [_part(name, kind) for name, kind in parts.items()],
+        [*_data_field(task), *(_part(name, kind) for name, kind in parts.items())],
         bases=(TrainOptions,),
         frozen=True,
         kw_only=True,
         namespace={"__doc__": TrainOptions.__doc__},
     )
+
+
+def _data_field(task: type[Task]) -> list[Any]:
+    """The option --data, for tasks that read files."""
+    from tyro.conf import arg
+
+    told = (
+        "Files to train on: text, or a prepared corpus by its folder, name or hash. None: the "
+        "task's default, or the data of the run that is continued."
+    )
+    return [("data", Annotated[str | None, arg(help=told)], None)] if task.takes_data else []
 
 
 def _part(name: str, kind: Any) -> Any:
@@ -130,23 +177,27 @@ def _must_be_given(f: dataclasses.Field[Any]) -> bool:
     return f.default is MISSING and f.default_factory is MISSING
 
 
-def run_of(options: Any, saved: Run | None = None) -> Run:
-    """The run that these options ask for; `saved` is the one that it continues."""
+def run_of(options: Any, saved: Run | None = None, began: Beginning | None = None) -> Run:
+    """The run that these options ask for; `saved` is the one that it continues, and `began` what
+    it takes over from --init."""
     return Run(
         task=options.task,
-        model=_model(options, saved),
+        model=_model(options, saved, began),
         mode=options.mode,
         steps=options.steps,
         batch_size=options.batch_size,
         seed=options.seed,
         optim=options.optim,
         train=options.train,
+        init="" if saved is None else saved.init,
         **{name: _technique(name, getattr(options, name), saved) for name in TECHNIQUE_CONFIGS},
     )
 
 
-def _model(options: Any, saved: Run | None) -> ModelConfig:
+def _model(options: Any, saved: Run | None, began: Beginning | None) -> ModelConfig:
     changes = given(options.model)
+    if began is not None:
+        return began.model_for(options.task, options.size, changes)
     if saved is None:
         return model_for(options.task, options.size or "small", **changes)
     if options.size is not None:
@@ -187,8 +238,29 @@ def _saved_run(words: list[str], task: type[Task]) -> Run | None:
         folder = Path(asked.out) if asked.out else default_folder(task, asked.mode or "entp")
     if not folder or not (folder / "config.json").is_file():
         return None
+    look_into(folder)
     saved = read_run(folder / "config.json")
     return saved if isinstance(saved.task, task) else None
+
+
+def _beginning(words: list[str]) -> Beginning | None:
+    """What --init hands on; None without it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--init", nargs="?")
+    folder = parser.parse_known_args(words)[0].init
+    return read_beginning(Path(folder)) if folder else None
+
+
+def _start(
+    kind: type[TrainOptions], task: type[Task], saved: Run | None, began: Beginning | None
+) -> TrainOptions | None:
+    """The options that hold unless others are given; None for those of the class."""
+    if saved is not None:
+        return _defaults(kind, saved)
+    first = None if began is None else began.task(task)
+    if began is None or first is None:
+        return None
+    return kind(task=first, mode=began.mode)  # type: ignore[call-arg]
 
 
 def _defaults(kind: type[TrainOptions], saved: Run) -> TrainOptions:

@@ -18,7 +18,7 @@ from entp.config.training import TrainConfig
 from entp.config.upgrade import upgrade_config
 from entp.errors import InputError
 from entp.files import parse_json
-from entp.tasks.base import TASKS, task_class, task_name
+from entp.tasks.base import TASKS, Task, task_class, task_name
 
 FREE_TO_CHANGE = (
     "steps",
@@ -40,9 +40,13 @@ def free_to_change(run: Run) -> set[str]:
 
 def run_to_json(run: Run) -> dict[str, Any]:
     """A dict of plain values; `run_from_json` gives back an equal run."""
-    data = dataclasses.asdict(run)
-    data["task"] = {"name": task_name(run.task), **data["task"]}
+    data = {**dataclasses.asdict(run), "task": task_to_json(run.task)}
     return {name: _plain(value) for name, value in data.items()}
+
+
+def task_to_json(task: Task) -> dict[str, Any]:
+    """A task's name and fields as plain values."""
+    return _plain({"name": task_name(task), **dataclasses.asdict(task)})
 
 
 def _plain(value: Any) -> Any:

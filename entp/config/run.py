@@ -5,6 +5,7 @@ run = Run(task=Count3(), model=model_for(Count3(), "small"), mode="entp", steps=
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from entp.config.mode import Mode
@@ -52,6 +53,8 @@ class Run:
     """Another batch size late in training."""
     curriculum: CurriculumConfig | None = None
     """First steps in another mode."""
+    init: str = ""
+    """The first 16 digits of the sha256 of the weights that it begins with; empty: random ones."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "")
@@ -78,6 +81,8 @@ class Run:
                 "importance and random_targets both choose which targets get gradients: leave one "
                 "of them out"
             )
+        if not isinstance(self.init, str) or not re.fullmatch("([0-9a-f]{16})?", self.init):
+            problems.append(f"init is {self.init!r}: it must be 16 hexadecimal digits, or empty")
         problems += self._model_problems()
         problems += self._curriculum_problems()
         modes = [self.mode, self.curriculum.mode if self.curriculum else self.mode]

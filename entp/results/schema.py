@@ -188,6 +188,8 @@ class Check:
     """What the right side is multiplied by: 1.1 for "at most 10 % above"."""
     p: float | None = None
     """Seeds must make it this unlikely to be chance: Welch's test, or Student's for a number."""
+    paired: bool = False
+    """Student's test of the differences between runs of one seed, which read the same data."""
     source: Source = "test"
     """Which test values."""
     by: str = ""
@@ -212,6 +214,16 @@ class Forked(BaseModel):
     step: int
 
 
+class Began(BaseModel):
+    """The weights that a run began with."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    run: str
+    weights: str
+    step: int | None = None
+    config: str | None = None
+
+
 class Environment(Part):
     """Where a run was made: environment.json of its folder."""
 
@@ -226,6 +238,7 @@ class Environment(Part):
     processes: int | None = None
     resumed: list[Environment] = []
     forked: Forked | None = None
+    init: Began | None = None
 
 
 SumsData = Annotated[list[int | float | None], Len(6, 6)]

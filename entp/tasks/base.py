@@ -126,6 +126,22 @@ class Task:
     name: ClassVar[str] = ""
     about: ClassVar[str] = ""
     loss: ClassVar[Literal["cross_entropy", "squared_error"]] = "cross_entropy"
+    takes_data: ClassVar[bool] = False
+    """Whether the task reads files, which `with_data` chooses."""
+    streams: ClassVar[bool] = False
+    """Whether sequences are text without an end: `entp generate` prints them as they come, and
+    slides over them beyond the model's context."""
+
+    def with_data(self, data: str | None) -> Self:
+        """The task on these files, which `--data` names; None: those that it has, or the
+        default."""
+        if data is not None:
+            raise InputError(f"{self.name} makes its own data: leave --data {data} out.")
+        return self
+
+    def files(self) -> dict[str, bytes]:
+        """What a run folder needs to hold so that the model can be used where the data is not."""
+        return {}
 
     @property
     def more_splits(self) -> tuple[str, ...]:
@@ -198,6 +214,10 @@ class Task:
     def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
         """The batch of one step: the same arguments give the same batch, on any machine."""
         raise NotImplementedError
+
+    def split_batches(self, split: Split, size: int) -> int | None:
+        """How many batches of this size hold a split exactly once; None if it has no end."""
+        return None
 
     def rng(self, seed: int, split: Split, step: int) -> np.random.Generator:
         """Random numbers that belong to this (seed, split, step) alone."""
@@ -273,6 +293,13 @@ TASKS: dict[str, str] = {
     "addition": "entp.tasks.addition:Addition",
     "chase": "entp.tasks.pointers:Chase",
     "icl": "entp.tasks.in_context:InContext",
+    "text": "entp.tasks.text:Text",
+    "clutrr": "entp.tasks.clutrr:Clutrr",
+    "winogrande": "entp.tasks.choices:Winogrande",
+    "lambada": "entp.tasks.choices:Lambada",
+    "piqa": "entp.tasks.choices:Piqa",
+    "sciq": "entp.tasks.choices:Sciq",
+    "arc_easy": "entp.tasks.choices:ArcEasy",
 }
 """Built-in tasks and where their class lives. `module:Class` names any other."""
 

@@ -74,7 +74,8 @@ class Score(NamedTuple):
 
     value: np.ndarray
     weight: np.ndarray
-    """What the value is divided by: 1, the target's bytes, or 0 for a row that does not count."""
+    """What the value is divided by: 1, the target's bytes, or 0 for a row that does not count. Per
+    byte every row counts: the loss of a target without bytes is a cost of the others."""
     slices: Mapping[str, np.ndarray] = {}
     """By slice, the bin of each row: whole numbers or short texts."""
 
@@ -159,9 +160,8 @@ class Sums:
         return [self.n, self.v, self.w, self.vv, self.vw, self.ww]
 
 
-def _sums(sequence: np.ndarray, value: np.ndarray, weight: np.ndarray) -> Sums:
-    """The sums of rows that belong to these sequences."""
-    kept = weight != 0
+def _sums(sequence: np.ndarray, value: np.ndarray, weight: np.ndarray, kept: np.ndarray) -> Sums:
+    """The sums of the rows that are kept, which belong to these sequences."""
     mine = sequence[kept]
     seen = np.bincount(mine) > 0
     v = np.bincount(mine, value[kept].astype(float))[seen]
@@ -192,10 +192,11 @@ class Totals:
             rows = np.arange(len(batch.x)) if metric.unit == "sequence" else batch.row
             value, weight = np.asarray(score.value), np.asarray(score.weight)
             _check_rows(metric, len(rows), value, weight, score.slices)
-            found.all[metric.name] = _sums(rows, value, weight)
+            kept = (weight != 0) | (metric.unit == "byte")
+            found.all[metric.name] = _sums(rows, value, weight, kept)
             for name in metric.slices:
                 if name in score.slices:
-                    bins = _bins(np.asarray(score.slices[name]), rows, value, weight)
+                    bins = _bins(np.asarray(score.slices[name]), rows, value, weight, kept)
                     found.slices.setdefault(metric.name, {})[name] = bins
         return found
 
@@ -268,10 +269,9 @@ class Totals:
 
 
 def _bins(
-    keys: np.ndarray, rows: np.ndarray, value: np.ndarray, weight: np.ndarray
+    keys: np.ndarray, rows: np.ndarray, value: np.ndarray, weight: np.ndarray, kept: np.ndarray
 ) -> dict[str, Sums]:
-    """The sums of each bin that has a row which counts."""
-    kept = weight != 0
+    """The sums of each bin that has a row which is kept."""
     names, number = _numbered(keys[kept])
     if not len(names):
         return {}

@@ -124,12 +124,17 @@ def _sum(task: Task, parts: Iterable[Totals]) -> Totals:
 
 
 def split_batches(
-    task: Task, split: Split, count: int, batch_size: int, seed: int
+    task: Task, split: Split, count: int | None, batch_size: int, seed: int
 ) -> Iterator[Batch]:
-    """The first batches of a split."""
-    if count < 1:
+    """The first batches of a split, or all with count None; never more than it has."""
+    if count is not None and count < 1:
         raise InputError(f"batches is {count}: at least 1 is needed to measure anything.")
-    for step in range(count):
+    there = task.split_batches(split, batch_size)
+    if there is None and count is None:
+        raise InputError(
+            f"split {split} of {task.name} has no end: give a number of batches instead of all."
+        )
+    for step in range(min(count for count in (count, there) if count is not None)):
         yield task.batch(seed, split, step, batch_size)
 
 

@@ -112,9 +112,19 @@ def _differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> l
     return found
 
 
-def prepare_folder(run: Run, out: Path, device: torch.device, world: World) -> None:
+def prepare_folder(
+    run: Run,
+    out: Path,
+    device: torch.device,
+    world: World,
+    origin: dict[str, Any] | None = None,
+) -> None:
+    """Write what a run folder says of its run; origin: of the weights that it begins with."""
     checkpoint.remove_leftovers(out)
-    _add_environment(out, environment(device, world.size))
+    began = {} if origin is None else {"init": origin}
+    _add_environment(out, {**environment(device, world.size), **began})
+    for name, data in run.task.files().items():
+        write_file(out / name, data)
     write_file(out / "config.json", json.dumps(run_to_json(run), indent=1).encode())
 
 

@@ -11,6 +11,7 @@ stopped or killed continues as if nothing had happened: bit for bit on a CPU.
 from __future__ import annotations
 
 import errno
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -28,12 +29,14 @@ from entp.files import lock_folder
 from entp.model import Transformer
 from entp.tasks.base import Batch, Task
 from entp.tasks.metrics import Totals
+from entp.tasks.tokens import look_into
 from entp.terminal import Progress
 from entp.training import checkpoint
 from entp.training.cuda_graph import Stepper
 from entp.training.distributed import Stop, World, join
 from entp.training.evaluate import check_targets, evaluate, split_batches
 from entp.training.forward import Forward
+from entp.training.initialise import Init, check_beginning, load_init, with_init
 from entp.training.loggers import MetricsFile, read_own_metrics
 from entp.training.loss_meter import LossMeter, check_finite
 from entp.training.plan import Plan
@@ -64,12 +67,14 @@ def train(
     device: str = "auto",
     resume: bool = False,
     fork: str | Path | None = None,
+    init: Init | None = None,
     quiet: bool = False,
 ) -> Result:
     """Train `run` in the folder `out`; `resume` continues what is there. Only the first process
     writes.
 
     fork: the folder of another run, whose last checkpoint this one begins with.
+    init: the weights that it begins with, at step 0; resumed, before its first checkpoint only.
     """
     warm_math()
     out = Path(out)
@@ -77,9 +82,19 @@ def train(
         raise InputError(
             f"resume continues {out}, fork begins it with a copy of {fork}: give one of them."
         )
+    if init is not None and fork is not None:
+        raise InputError(
+            f"init and fork both say what {out} begins with: give --init for weights alone, or "
+            "--fork for the optimizer's state as well."
+        )
+    run = run if init is None else with_init(run, init)
+    if resume:
+        look_into(out)
     with join(device) as (world, where):
         _check(run, world)
         check_folder(run, out, resume)
+        if init is None and fork is None:
+            check_beginning(run, out)
         copied = read_fork(run, Path(fork)) if fork is not None else None
         world.barrier()  # nobody creates the folder before all have looked at it
         try:
@@ -92,7 +107,13 @@ def train(
                     write_fork(run, copied, out)
                 world.barrier()
                 return _train(
-                    run, out, where, world, resume or fork is not None, quiet or not world.first
+                    run,
+                    out,
+                    where,
+                    world,
+                    resume or fork is not None,
+                    init,
+                    quiet or not world.first,
                 )
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -135,15 +156,21 @@ def _check(run: Run, world: World) -> None:
 
 
 def _train(
-    run: Run, out: Path, device: torch.device, world: World, resume: bool, quiet: bool
+    run: Run,
+    out: Path,
+    device: torch.device,
+    world: World,
+    resume: bool,
+    init: Init | None,
+    quiet: bool,
 ) -> Result:
     plan = Plan(run)
     torch.manual_seed(run.seed)
-    state = new_state(Transformer(run.model).to(device), run.optim, plan.techniques)
+    state = new_state(_model(run, init, quiet).to(device), run.optim, plan.techniques)
     if resume:
         _restore(state, out, world)
     if world.first:
-        prepare_folder(run, out, device, world)
+        prepare_folder(run, out, device, world, None if init is None else init.origin)
     metrics = MetricsFile(out, run, state.step) if world.first else None
     mode: str = run.mode
     if run.curriculum is not None:
@@ -167,6 +194,15 @@ def _train(
         progress.close()
         if metrics is not None:
             metrics.close()
+
+
+def _model(run: Run, init: Init | None, quiet: bool) -> Transformer:
+    """The model before its first step; what a person should know of its weights is on stderr."""
+    model = Transformer(run.model)
+    told = "" if init is None else load_init(model, init)
+    if told and not quiet:
+        print(told, file=sys.stderr)
+    return model
 
 
 def _restore(state: State, out: Path, world: World) -> None:

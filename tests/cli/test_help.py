@@ -18,7 +18,7 @@ from entp.cli.main import COMMANDS, main
 from entp.cli.train import train_options
 from entp.tasks.base import TASKS, task_class
 
-MOST_OPTIONS = 25
+MOST_OPTIONS = 27
 
 
 def shown(words: str, capsys: pytest.CaptureFixture[str]) -> str:

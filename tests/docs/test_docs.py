@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
 import re
 import shlex
@@ -33,15 +34,18 @@ from entp.cli.derive import options_of
 from entp.cli.main import COMMANDS, main
 from entp.cli.theory import THEORY
 from entp.cli.train import run_of, train_options
+from entp.config import Run, model_for
+from entp.config.json import run_to_json
 from entp.experiments import RECIPES
 from entp.experiments.recipe import find_recipe
 from entp.tasks.base import TASKS, task_class
+from entp.tasks.text import Text
 
 MODULES = [
     importlib.import_module(f"entp.cli.{found.name}")
     for found in pkgutil.iter_modules(entp.cli.__path__)
 ]
-OTHER_PROGRAMS = "mypy|pip|pytest|torchrun"
+OTHER_PROGRAMS = "lm-eval|mypy|pip|pytest|torchrun"
 MAP = DOCS / "map.md"
 
 
@@ -81,7 +85,7 @@ def test_paths_exist(path: Path) -> None:
 def test_commands_and_recipes_exist(path: Path) -> None:
     lines = [span for span in spans_in(path) if span.startswith("entp ")]
     text = "\n".join([*lines, *(command.line for command in commands_in(path))])
-    commands = set(re.findall(r"^entp ([a-z]+)", text, re.MULTILINE))
+    commands = set(re.findall(r"^entp ([a-z-]+)", text, re.MULTILINE))
     recipes = set(re.findall(r"^entp reproduce ([a-z][\w-]*)(?![\w:-])", text, re.MULTILINE))
     assert commands <= set(COMMANDS)
     assert recipes <= set(RECIPES)
@@ -96,6 +100,8 @@ def every_option() -> set[str]:
         found = [value for name, value in vars(module).items() if name.endswith("Options")]
         kinds += [kind for kind in found if isinstance(kind, type)]
     options = {name: option for kind in kinds for name, option in options_of(kind).items()}
+    for name in TASKS:
+        options |= options_of(task_class(name), prefix="--on.")
     switches = [name for name, option in options.items() if "bool" in str(option.kind)]
     habits = {f"--{habit}" for names in HABITS.values() for habit in names}
     return {*options, *map(negated, switches), *habits, *SWITCHES}
@@ -121,8 +127,8 @@ class Parsed(Exception):
 
 @pytest.fixture
 def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder: it has the files of docs/add-a-task.md, and folders like the
-    repository's."""
+    """The current folder: it has the files of docs/add-a-task.md, folders like the repository's,
+    and the configuration of a run of text."""
     for name, source in zip(EXAMPLES, code_blocks(DOCS / "add-a-task.md", "python"), strict=True):
         (tmp_path / name).write_text(source)
     monkeypatch.chdir(tmp_path)
@@ -131,6 +137,9 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
     for name in ("docs", "results"):
         (tmp_path / name).mkdir()
+    run = Run(Text(block=32), model_for(Text(block=32)))
+    (tmp_path / "runs/pydoc").mkdir(parents=True)
+    (tmp_path / "runs/pydoc/config.json").write_text(json.dumps(run_to_json(run)))
     return tmp_path
 
 

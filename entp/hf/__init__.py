@@ -1,0 +1,44 @@
+"""HuggingFace's models here, and trained runs in other people's tools.
+
+import entp.hf
+model = entp.hf.load("folder-of-gpt2")
+logits = model(tokens, mode="entp")  # or decoder, prefix-lm
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from entp.hf.adapters import PretrainedModel
+
+
+def load(
+    source: str | Path,
+    *,
+    download: bool = False,
+    dropout: bool = False,
+    dtype: torch.dtype | None = None,
+) -> PretrainedModel:
+    """A pretrained GPT-2, BERT, RoBERTa, MPNet or Llama as a model for `entp.predict`.
+
+    source: a folder in HuggingFace's format, or with download=True a name on its hub.
+    dropout: keep the model's dropout. In training, only the reference is exact with it.
+    dtype: of the weights; None for float32.
+    """
+    import torch
+
+    from entp.hf import loading
+
+    kind = torch.float32 if dtype is None else dtype
+    return loading.load(source, download=download, dropout=dropout, dtype=kind)
+
+
+def wrap(network: Any) -> PretrainedModel:
+    """The same for a HuggingFace model at hand, or peft's model around one; weights are shared."""
+    from entp.hf import adapters
+
+    return adapters.wrap(network)

@@ -28,6 +28,9 @@ class ReproduceOptions:
     max_minutes: float | None = None
     """Most training time of an arm whose schedule follows steps. What it has by then is tested; run
     again to go on."""
+    data: str | None = None
+    """Other data for tasks that read files: a prepared corpus, a text, a folder. None: the
+    recipe's."""
     out: Path = Path("runs")
     """Folder for all recipes' runs."""
     record: Path | None = None
@@ -60,6 +63,8 @@ def reproduce_command(args: list[str]) -> int:
     from entp.report.tables import record_table
 
     recipe = find_recipe(name).tiny() if options.tiny else find_recipe(name)
+    if options.data is not None:
+        recipe = recipe.with_data(options.data)
     print(f"{recipe.title}\n{recipe.question}", flush=True)
     found = reproduce(
         recipe,

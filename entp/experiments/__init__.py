@@ -18,6 +18,15 @@ RECIPES: dict[str, str] = {
     "icl-targets": "entp.experiments.recipes.icl:TARGETS_RECIPE",
     "icl-depth": "entp.experiments.recipes.icl_depth:RECIPE",
     "icl-shift": "entp.experiments.recipes.icl_shift:RECIPE",
+    "openwebtext": "entp.experiments.recipes.text:RECIPE",
+    "text-targets": "entp.experiments.recipes.text:TARGETS_RECIPE",
+    "text-rates": "entp.experiments.recipes.text:RATES_RECIPE",
+    "text-epochs": "entp.experiments.recipes.text:EPOCHS_RECIPE",
+    "text-block": "entp.experiments.recipes.text:BLOCK_RECIPE",
+    "clutrr": "entp.experiments.recipes.text_tasks:CLUTRR_RECIPE",
+    "tinywinogrande": "entp.experiments.recipes.text_tasks:TINYWINOGRANDE_RECIPE",
+    "winogrande": "entp.experiments.recipes.text_tasks:WINOGRANDE_RECIPE",
+    "lambada": "entp.experiments.recipes.text_tasks:LAMBADA_RECIPE",
     "chase": "entp.experiments.recipes.chase:RECIPE",
 }
 """Recipes by name and where they live."""

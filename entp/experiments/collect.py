@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from entp.config import Run
-from entp.config.json import config_hash, read_run, run_from_json, run_to_json
+from entp.config.json import config_hash, read_run, run_from_json, run_to_json, task_to_json
 from entp.errors import InputError
 from entp.experiments.cost import flops_by
 from entp.experiments.recipe import ArmRun
@@ -48,7 +49,7 @@ POINTS = 160
 MOST_BINS = 40
 """Bins of a slice that a record keeps of every evaluation on a further split; of slices with more,
 only the best of all evaluations."""
-TEST, OLD_TEST = "test.json", "final.json"
+TEST, OLD_TEST = "test", "final.json"
 Kept = dict[str, RunRecord]
 """Recorded runs by the hash of their configuration."""
 Rows = list[dict[str, Any]]
@@ -75,27 +76,33 @@ def _hash(path: Path) -> str | None:
 def _hash_at(path: Path, _changed: int) -> str | None:
     """The hash of a config.json; None, with a warning, for one that cannot be read."""
     try:
-        return config_hash(read_run(path))
+        origin = read_environment(path.parent).get("init")
+        return _identity(read_run(path), origin and origin.get("config"))
     except InputError as error:
         print(f"{path.parent} is passed over: {error}", file=sys.stderr)
         return None
 
 
-def read_test(folder: Path, run: Run) -> RunTest | None:
+def _identity(run: Run, source: str | None) -> str:
+    """The hash that an arm of this run has; source: that of the run whose weights it began with."""
+    return config_hash(replace(run, init="")) + ((source or run.init) if run.init else "")
+
+
+def read_test(folder: Path, run: Run, name: str = TEST) -> RunTest | None:
     """What was measured of a run's best checkpoint; None if that has to be done, or done again
     because the file is damaged."""
-    for name in (TEST, OLD_TEST):
+    for file in (f"{name}.json", *([OLD_TEST] if name == TEST else [])):
         try:
-            found = parse_json((folder / name).read_text())
+            found = parse_json((folder / file).read_text())
             return parse(RunTest, upgrade_test(found, run.batch_size))
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return None
 
 
-def write_test(folder: Path, test: RunTest) -> None:
+def write_test(folder: Path, test: RunTest, name: str = TEST) -> None:
     data = test.model_dump(mode="json", exclude_defaults=True)
-    write_file(folder / TEST, f"{compact_json(data)}\n".encode())
+    write_file(folder / f"{name}.json", f"{compact_json(data)}\n".encode())
 
 
 def collect(blank: Record, arms: list[ArmRun], root: Path, kept: Kept) -> Record:
@@ -126,7 +133,7 @@ def baseline_streams(arms: Sequence[ArmRun], known: Sequence[BaselineRecord]) ->
         labels.add(arm.label)
         for split in ("test", *arm.test_splits):
             one = BaselineRecord(
-                task=run_to_json(arm.run)["task"],
+                task=task_to_json(arm.test_task),
                 seed=arm.run.seed,
                 split=split,
                 batch_size=arm.run.batch_size,
@@ -145,7 +152,7 @@ def match_runs(record: Record, arms: list[ArmRun], path: Path, quiet: bool = Fal
     kept: Kept = {}
     for label, run in ((label, run) for label, arm in record.arms.items() for run in arm.runs):
         config = run_from_json(run.config, str(path))
-        arm = ours.get(config_hash(config))
+        arm = ours.get(_recorded_identity(run, config))
         if arm is not None:
             found = better_run(kept.get(arm.hash), _renewed(run, config))
             kept |= {arm.hash: found} if found is not None else {}
@@ -157,10 +164,19 @@ def match_runs(record: Record, arms: list[ArmRun], path: Path, quiet: bool = Fal
     return kept
 
 
+def _recorded_identity(run: RunRecord, config: Run) -> str:
+    origin = run.environment.init
+    return _identity(config, None if origin is None else origin.config)
+
+
 def _renewed(run: RunRecord, config: Run) -> RunRecord:
     """A recorded run with the hash and the caveats that it has today."""
-    caveats = config.task.caveats(run.sequences)
-    return run.model_copy(update={"config_hash": config_hash(config), "caveats": caveats})
+    try:
+        caveats = config.task.caveats(run.sequences)
+    except InputError:  # its data is not here
+        caveats = run.caveats
+    identity = _recorded_identity(run, config)
+    return run.model_copy(update={"config_hash": identity, "caveats": caveats})
 
 
 def add_metrics(blank: Record, record: Record, kept: Kept) -> Record:
@@ -179,7 +195,7 @@ def read_folder(arm: ArmRun, root: Path) -> RunRecord | None:
     evaluations = [row for row in rows if row["kind"] == "eval"]
     steps = [row for row in rows if row["kind"] == "train"]
     if not evaluations or not steps:
-        if any((folder / name).exists() for name in (TEST, OLD_TEST)):
+        if any((folder / name).exists() for name in (f"{TEST}.json", OLD_TEST)):
             raise InputError(
                 f"{folder} has been tested, but its metrics.jsonl holds no evaluation: put it "
                 "back, or remove the folder to train this run again."
@@ -190,15 +206,15 @@ def read_folder(arm: ArmRun, root: Path) -> RunRecord | None:
     return RunRecord(
         seed=run.seed,
         status=_status(run, evaluations, last),
-        best=_best(run, evaluations),
-        test=_own_splits(read_test(folder, run), arm.splits),
+        best={} if arm.test_on else _best(run, evaluations),
+        test=_own_splits(read_test(folder, run, arm.test_name), arm.splits),
         n=evaluations[-1]["n"],
         steps=last["step"],
         sequences=sequences,
         seconds=last["seconds"],
-        curve=_curve(plan, evaluations, steps),
-        splits=_splits(run.task, rows),
-        best_of_splits=_best_of_splits(run.task, rows),
+        curve=_curve(plan, evaluations, steps, arm.test_on is None),
+        splits={} if arm.test_on else _splits(run.task, rows),
+        best_of_splits={} if arm.test_on else _best_of_splits(run.task, rows),
         config_hash=arm.hash,
         config=run_to_json(read_run(folder / "config.json")),
         environment=environment,
@@ -234,9 +250,10 @@ def _best(run: Run, evaluations: Rows) -> dict[str, float]:
     return found
 
 
-def _curve(plan: Plan, evaluations: Rows, steps: Rows) -> list[Point]:
-    """At most POINTS of the evaluations, the last one included."""
-    names = [metric.name for metric in plan.run.task.metrics]
+def _curve(plan: Plan, evaluations: Rows, steps: Rows, with_values: bool = True) -> list[Point]:
+    """At most POINTS of the evaluations, the last one included; without values where the run is
+    tested on something else."""
+    names = [metric.name for metric in plan.run.task.metrics] if with_values else []
     kept = _thinned(evaluations)
     flops = flops_by(plan.run, [row["step"] for row in kept])
     return [

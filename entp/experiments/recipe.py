@@ -40,6 +40,7 @@ from entp.results.schema import (
     Table,
 )
 from entp.results.verdict import matches
+from entp.tasks.base import Task
 
 __all__ = [
     "Arm",
@@ -67,6 +68,8 @@ class Arm:
     factors: Mapping[str, Factor]
     authors: tuple[SliceValues, ...]
     """The authors' values in bins of a slice."""
+    begins: str
+    """Label of the arm of the recipe's `source` whose best weights it begins with, seed by seed."""
 
     def __init__(
         self,
@@ -75,10 +78,11 @@ class Arm:
         paper: Mapping[str, PaperValue] | None = None,
         *,
         authors: Sequence[SliceValues] = (),
+        begins: str = "",
         **factors: Factor,
     ) -> None:
         values = {"run": run, "seeds": tuple(seeds), "paper": dict(paper or {}), "factors": factors}
-        values["authors"] = tuple(authors)
+        values |= {"authors": tuple(authors), "begins": begins}
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -89,10 +93,28 @@ class Arm:
         rest = [_in_words(k, v) for k, v in self.factors.items() if k not in MODEL]
         return ", ".join([model, *rest] if model else rest)
 
+    def with_data(self, data: str) -> Arm:
+        """The arm with a task that reads other files, and a model that fits it."""
+        task = self.run.task.with_data(data)
+        run = replace(self.run, task=task, model=replace(self.run.model, **task.model_needs()))
+        return Arm(
+            run,
+            self.seeds,
+            self.paper,
+            authors=self.authors,
+            begins=self.begins,
+            **self.factors,
+        )
+
     def as_tiny(self, tiny_run: Callable[[Run], Run]) -> Arm:
         """The arm with a tiny run, whose bins are not those of the authors' values."""
         return Arm(
-            tiny_run(self.run), self.seeds[:TINY_SEEDS], self.paper, authors=(), **self.factors
+            tiny_run(self.run),
+            self.seeds[:TINY_SEEDS],
+            self.paper,
+            authors=(),
+            begins=self.begins,
+            **self.factors,
         )
 
 
@@ -120,6 +142,18 @@ class ArmRun:
     test_orders: int = 0
     bootstrap: bool = False
     baselines: tuple[str, ...] | None = None
+    test_on: Task | None = None
+    test_name: str = "test"
+    """Of the file in its folder that has the test's results."""
+    source: ArmRun | None = None
+    """The run whose best weights it begins with."""
+    source_folder: str = ""
+    """The recipe's folder that has the source."""
+
+    @property
+    def test_task(self) -> Task:
+        """What it is tested on: its own task, unless the recipe names another."""
+        return self.test_on or self.run.task
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -130,7 +164,7 @@ class ArmRun:
     def baseline_names(self) -> list[str]:
         """The baselines that answer its test sequences."""
         wanted = self.baselines
-        return [name for name in self.run.task.baselines() if wanted is None or name in wanted]
+        return [name for name in self.test_task.baselines() if wanted is None or name in wanted]
 
     @property
     def name(self) -> str:
@@ -140,7 +174,7 @@ class ArmRun:
     @property
     def hash(self) -> str:
         """The run's identity: equal runs have equal ones, under any label."""
-        return config_hash(self.run)
+        return config_hash(self.run) + (config_hash(self.source.run) if self.source else "")
 
 
 @dataclass(frozen=True)
@@ -173,7 +207,12 @@ class Recipe:
     test_last: bool = False
     """Test the last checkpoint too, on the same sequences."""
     test_splits: tuple[str, ...] = ()
-    """Further splits that the best checkpoint is tested on, with as many sequences each."""
+    """Further splits that the best checkpoint is tested on, with as many sequences each; valid is
+    one too."""
+    test_on: Task | None = None
+    """Another task, with an end, that the best checkpoint is tested on instead of its own."""
+    tiny_test_on: Task | None = None
+    """The same for tiny runs, which may have other tokens."""
     test_orders: int = 0
     """Random orders of a prompt's examples in which the best checkpoint answers its queries, of
     tasks that have some: the variance of the answers is the split "permuted". 0: not tested."""
@@ -185,6 +224,9 @@ class Recipe:
     folder: str = ""
     """A recipe in whose folder its run folders are: runs that both have are trained once. Empty:
     its own."""
+    source: Recipe | None = None
+    """The recipe with the arms that arms of this one begin with; what is missing of it is trained
+    first."""
     authors_curves: Mapping[str, AuthorsCurve] = field(default_factory=dict)
     """Label to the authors' curve, drawn in grey."""
     not_run: Mapping[str, str] = field(default_factory=dict)
@@ -199,7 +241,8 @@ class Recipe:
     @property
     def metrics(self) -> list[MetricSpec]:
         """What its arms measure, each once."""
-        found = {m.name: MetricSpec.of(m) for arm in self.arms for m in arm.run.task.metrics}
+        tasks = [self.test_on or arm.run.task for arm in self.arms]
+        found = {metric.name: MetricSpec.of(metric) for task in tasks for metric in task.metrics}
         return list(found.values())
 
     def runs(self, only: Sequence[str] = (), seed: int | None = None) -> list[ArmRun]:
@@ -215,11 +258,25 @@ class Recipe:
                 self.test_orders,
                 self.bootstrap,
                 self.baselines,
+                self.test_on,
+                f"test-{self.name}" if self.test_on else "test",
+                self._source_of(arm, own),
+                self.source.folder or self.source.name if self.source else "",
             )
             for arm in self.arms
             for own in arm.seeds
             if (not only or arm.label in only) and seed in (None, own)
         ]
+
+    def with_data(self, data: str) -> Recipe:
+        """The recipe on other data, where its tasks read files."""
+        return replace(self, arms=[arm.with_data(data) for arm in self.arms])
+
+    def _source_of(self, arm: Arm, seed: int) -> ArmRun | None:
+        """The run that a seed of an arm begins with."""
+        if self.source is None or not arm.begins:
+            return None
+        return next(iter(self.source.runs([arm.begins], seed)), None)
 
     def record(self) -> Record:
         """Its results before anything is run."""
@@ -262,6 +319,8 @@ class Recipe:
             test_orders=min(self.test_orders, TINY_ORDERS),
             authors_curves={},
             checks=(),
+            test_on=self.tiny_test_on,
+            source=self.source.tiny() if self.source else None,
             command=f"{self.command or f'entp reproduce {self.name}'} --tiny",
         )
         check_recipe(found)

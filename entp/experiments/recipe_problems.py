@@ -25,7 +25,7 @@ def problems_of(recipe: Recipe) -> Iterator[list[str]]:
         (_arm_problems, _size_problems),
         (_twins, _generation_problems, _metric_problems),
         (_table_problems, _figure_problems, _check_problems),
-        (_split_problems, _baseline_problems),
+        (_split_problems, _baseline_problems, _source_problems),
     ):
         yield [problem for kind in kinds for problem in kind(recipe)]
 
@@ -42,7 +42,7 @@ def _arm_problems(recipe: Recipe) -> Iterator[str]:
         seeds = [as_int(seed) for seed in arm.seeds]
         if not seeds or None in seeds or len(set(seeds)) < len(seeds):
             yield f"seeds of arm {arm.label!r} are {arm.seeds}: give whole numbers, each once"
-        known = {metric.name for metric in arm.run.task.metrics}
+        known = {metric.name for metric in (recipe.test_on or arm.run.task).metrics}
         for metric, paper in arm.paper.items():
             if metric not in known:
                 yield _unknown(f"metric in paper of arm {arm.label!r}", metric, known)
@@ -100,7 +100,7 @@ def _can_generate(task: Task) -> bool:
 def _split_problems(recipe: Recipe) -> Iterator[str]:
     """Further splits that a task does not have, or that are shown and not tested."""
     for arm in recipe.arms:
-        allowed = arm.run.task.more_splits
+        allowed = ("valid", *arm.run.task.more_splits)
         strangers = [split for split in recipe.test_splits if split not in allowed]
         if strangers:
             yield _unknown(f"split in test_splits of {arm.run.task.name}", strangers[0], allowed)
@@ -122,7 +122,7 @@ def _split_problems(recipe: Recipe) -> Iterator[str]:
 
 def _baseline_problems(recipe: Recipe) -> Iterator[str]:
     """Baselines that no task of the recipe has."""
-    known = {name for arm in recipe.arms for name in arm.run.task.baselines()}
+    known = {name for arm in recipe.runs() for name in arm.test_task.baselines()}
     named = [("baselines", name) for name in recipe.baselines or ()]
     named += [("a figure", name) for figure in recipe.figures for name in figure.baselines]
     if recipe.table is not None and recipe.table.excess_over:
@@ -130,6 +130,21 @@ def _baseline_problems(recipe: Recipe) -> Iterator[str]:
     for what, name in named:
         if name not in known:
             yield _unknown(f"baseline in {what}", name, known)
+
+
+def _source_problems(recipe: Recipe) -> Iterator[str]:
+    """Arms that begin with runs which the recipe's source does not have."""
+    known = [arm.label for arm in recipe.source.arms] if recipe.source else []
+    for arm in recipe.arms:
+        if arm.begins and arm.begins not in known:
+            yield _unknown(f"arm that {arm.label!r} begins with", arm.begins, known)
+    for one in recipe.runs():
+        begins = next(arm.begins for arm in recipe.arms if arm.label == one.label)
+        if begins in known and one.source is None:
+            yield f"{one.name} begins with {begins!r}, which does not have this seed"
+    other = recipe.test_on
+    if other is not None and type(other).split_batches is Task.split_batches:
+        yield f"test_on is {other.name}, whose test has no end: give a task that has one"
 
 
 def _twins(recipe: Recipe) -> Iterator[str]:
@@ -147,7 +162,7 @@ def _twins(recipe: Recipe) -> Iterator[str]:
 def _metric_problems(recipe: Recipe) -> Iterator[str]:
     found: dict[str, MetricSpec] = {}
     for arm in recipe.arms:
-        for metric in map(MetricSpec.of, arm.run.task.metrics):
+        for metric in map(MetricSpec.of, (recipe.test_on or arm.run.task).metrics):
             if found.setdefault(metric.name, metric) != metric:
                 yield f"metric {metric.name} is not the same in all arms: give one another name"
     for label, curve in recipe.authors_curves.items():

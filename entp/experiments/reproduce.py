@@ -18,7 +18,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -45,6 +45,7 @@ from entp.results.store import read_record, write_record
 from entp.tasks.base import Split
 from entp.training.distributed import World, pick_device
 from entp.training.evaluate import evaluate_baseline
+from entp.training.initialise import Init, read_init
 from entp.training.mps import Shared, shared_gpu
 from entp.training.trainer import train
 
@@ -113,7 +114,11 @@ def reproduce(
     kept = study.read_kept(quiet=False)
     study.keep_what_is_left_out(len(kept))
     arms = [arm for arm in recipe.runs(only, seed) if study.is_to_do(arm, kept)]
-    stopped, found, failed = None, study.write(), {}
+    options = {"device": device, "jobs": jobs, "max_minutes": max_minutes}
+    stopped = _train_sources(recipe.source, arms, runs, **options)
+    if stopped:
+        return Outcome(**dict(study.write()), stopped_by=stopped)
+    found, failed = study.write(), {}
     with shared_device(arms, device, jobs) as (jobs, shared):
         resources = Resources(study.folders, device, jobs, max_minutes, shared.environment)
         if jobs > 1:
@@ -131,6 +136,24 @@ def reproduce(
     study.draw(found)
     _raise_failed(failed, len(arms), study.root / RESULTS)
     return Outcome(**dict(found), stopped_by=stopped)
+
+
+def _train_sources(
+    source: Recipe | None, arms: Sequence[ArmRun], runs: Path, **options: Any
+) -> int | None:
+    """Train what these runs begin with, as runs of the recipe that has them. Returns the signal
+    that stopped it, if one did."""
+    if source is None:
+        return None
+    needed: dict[int, list[str]] = {}
+    for one in (arm.source for arm in arms if arm.source is not None):
+        labels = needed.setdefault(one.run.seed, [])
+        labels += [one.label] if one.label not in labels else []
+    for seed, labels in needed.items():
+        found = reproduce(source, runs, only=labels, seed=seed, baselines=False, **options)
+        if found.stopped_by:
+            return found.stopped_by
+    return None
 
 
 def _check(
@@ -274,7 +297,7 @@ class Study:
 def _answer(arm: ArmRun, split: Split, name: str) -> TotalsData | None:
     """What a baseline has on test sequences; None, with a word, if it cannot answer here."""
     try:
-        return TotalsData.of(evaluate_baseline(arm.run.task, name, batches_of(arm, split)))
+        return TotalsData.of(evaluate_baseline(arm.test_task, name, batches_of(arm, split)))
     except InputError as error:  # such as a library that is not installed
         print(f"baseline {name} is left out: {error}", file=sys.stderr, flush=True)
         return None
@@ -391,7 +414,8 @@ def run_arm(arm: ArmRun, resources: Resources, quiet: bool = False) -> int | Non
     if before is None or not before.done:
         run = _limited(arm.run, resources.max_minutes)
         begun = (folder / "config.json").exists()
-        result = train(run, folder, device=resources.device, resume=begun, quiet=quiet)
+        init = _beginning(arm, resources.root)
+        result = train(run, folder, device=resources.device, resume=begun, init=init, quiet=quiet)
         if result.stopped_by:
             return result.stopped_by
         concurrent = _concurrent(folder, arm.run, begun, resources.concurrent)
@@ -399,6 +423,19 @@ def run_arm(arm: ArmRun, resources: Resources, quiet: bool = False) -> int | Non
         concurrent = _concurrent(folder, arm.run, True, None)
     measure_best(arm, folder, pick_device(resources.device, World()), concurrent)
     return None
+
+
+def _beginning(arm: ArmRun, root: Path) -> Init | None:
+    """The best weights of the run that an arm begins with."""
+    if arm.source is None:
+        return None
+    found = read_folder(arm.source, root.parent / arm.source_folder)
+    if found is None or not found.done:
+        raise InputError(
+            f"{arm.name} begins with {arm.source.name} of {arm.source_folder}, which is not "
+            "finished: train that first."
+        )
+    return read_init(find_folder(arm.source, root.parent / arm.source_folder))
 
 
 def _limited(run: Run, max_minutes: float | None) -> Run:

@@ -30,7 +30,7 @@ from entp.training.forward import Forward
 def measure_best(arm: ArmRun, folder: Path, device: torch.device, concurrent: int | None) -> None:
     """Write test.json: the best checkpoint on test sequences and on further splits, and the last
     one if the recipe asks for it, unless it is there for these already."""
-    run, best, before = arm.run, find(folder), read_test(folder, arm.run)
+    run, best, before = arm.run, find(folder), read_test(folder, arm.run, arm.test_name)
     last = find(folder, "last") if arm.test_last else None
     if before is not None and _is_of(before, best, last) and is_complete(before, arm):
         return
@@ -38,7 +38,7 @@ def measure_best(arm: ArmRun, folder: Path, device: torch.device, concurrent: in
 
     def totals(model: Transformer, split: Split = "test") -> TotalsData:
         some = batches_of(arm, split)
-        return TotalsData.of(evaluate(model, run.task, some, how, device=device))
+        return TotalsData.of(evaluate(model, arm.test_task, some, how, device=device))
 
     other_stream = before is not None and bool(before.note)
     if before is None or before.checkpoint != best.name or other_stream:
@@ -62,12 +62,15 @@ def measure_best(arm: ArmRun, folder: Path, device: torch.device, concurrent: in
     resampled = before.bootstrap
     if arm.bootstrap and resampled is None:
         resampled = _bootstrap(arm, model, how, device)
-    write_test(folder, before.model_copy(update={"splits": splits, "bootstrap": resampled}))
+    found = before.model_copy(update={"splits": splits, "bootstrap": resampled})
+    write_test(folder, found, arm.test_name)
 
 
 def batches_of(arm: ArmRun, split: Split, generated: bool = False) -> Iterator[Batch]:
     """The test sequences of a run, or those of a further split, which nothing else uses."""
     run, sequences = arm.run, arm.generated_sequences if generated else arm.test_sequences
+    if arm.test_on is not None:
+        return split_batches(arm.test_on, split, None, run.batch_size, run.seed)
     if split == "test":
         return untouched_batches(run.task, sequences, run.batch_size, run.seed)
     count = -(-sequences // run.batch_size)
@@ -84,9 +87,9 @@ def _permuted(arm: ArmRun, model: Transformer, how: Forward, device: torch.devic
 
 def _bootstrap(arm: ArmRun, model: Transformer, how: Forward, device: torch.device) -> Bootstrap:
     """Intervals of the test by resampling its sequences."""
-    scored, some = _Scores(arm.run.task), batches_of(arm, "test")
+    scored, some = _Scores(arm.test_task), batches_of(arm, "test")
     evaluate(model, scored, some, how, device=device)  # type: ignore[arg-type]
-    return bootstrap(arm.run.task.metrics, scored.all)
+    return bootstrap(arm.test_task.metrics, scored.all)
 
 
 class _Scores:

@@ -112,9 +112,21 @@ def _against_arm(record: Record, check: Check, label: str, other: str) -> Findin
     values, others = (_values(record, check, one) for one in (label, other))
     mean = sum(others) / len(others)
     right = [check.times * value for value in others]
-    p = None if check.p is None else welch_test(values, right)
+    if check.paired and _seeds(record, label) != _seeds(record, other):
+        return Finding("undecided", f"{label} and {other} have other seeds: no pairs")
+    p = None if check.p is None else _p(check, values, right)
     told = f"{_times(check)}{mean:.4g} of {other}"
     return _finding(check, label, values, check.times * mean, told, p)
+
+
+def _seeds(record: Record, label: str) -> list[int]:
+    return [run.seed for run in record.arms[label].runs]
+
+
+def _p(check: Check, values: list[float], right: list[float]) -> float | None:
+    if check.paired:
+        return t_test([a - b for a, b in zip(values, right, strict=True)], 0.0)
+    return welch_test(values, right)
 
 
 def _times(check: Check) -> str:

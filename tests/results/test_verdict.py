@@ -92,6 +92,17 @@ def test_arms_are_compared_by_welchs_test() -> None:
     assert outcome(arms, check({"mode": "other"}, "above", p=0.01))[0] == "fails"
 
 
+def test_pairs_of_seeds_are_compared_by_their_differences() -> None:
+    """Seeds differ by more than the arms, which Welch's test takes for noise."""
+    arms = {"a": arm_record(12, 52, 91, mode="ENTP"), "b": arm_record(10, 50, 90, mode="decoder")}
+    other = {"mode": "decoder"}
+    assert outcome(arms, check(other, "above", p=0.05))[0] == "fails"
+    assert outcome(arms, check(other, "above", p=0.05, paired=True))[0] == "holds"
+    assert outcome(arms, check(other, "above", p=0.01, paired=True))[0] == "fails"
+    short = {"a": arms["a"], "b": arm_record(10, 50, mode="decoder")}
+    assert outcome(short, check(other, "above", p=0.05, paired=True))[0] == "undecided"
+
+
 def test_only_arms_that_agree_in_some_factors_are_compared() -> None:
     arms = {
         f"{mode} {n}": arm_record(right, mode=mode, examples=n)

@@ -23,9 +23,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from entp import pretrained
@@ -34,10 +31,10 @@ from entp.config.json import model_from_json, run_from_json, run_to_json
 from entp.errors import InputError
 from entp.files import CHECKSUMS, Damaged, parse_json, verify_folder, write_folder
 from entp.model import Transformer
+from entp.tasks.tokens import look_into
+from entp.training.weights import INDEX, WHOLE, read_weights, weight_files, weights_name
 
 KEEP = 2
-FILES = ("model.safetensors", "config.json", "trainer.pt")
-"""What a checkpoint consists of, the last for those that are resumed."""
 
 
 def save_model(
@@ -46,21 +43,21 @@ def save_model(
     run: Run | None = None,
     dtype: torch.dtype | None = None,
     more: dict[str, bytes] | None = None,
+    shard_mib: float | None = None,
 ) -> Path:
     """Save a model so that `load(folder)` gives it back; `run` says how it was made.
 
     dtype: of the saved weights, if not their own. more: other files for the folder.
+    shard_mib: no file of weights is larger than so many MiB; None: one file.
     """
     here = {p.name for p in Path(folder).iterdir()} if Path(folder).is_dir() else set()
-    if here and "model.safetensors" not in here:
+    if here and not here & {WHOLE, INDEX}:
         raise InputError(
             f"{folder} holds other files than a model's, such as {min(here)}: give a new folder."
         )
     config = {"model": dataclasses.asdict(model.config)} if run is None else run_to_json(run)
-    files = {
-        "model.safetensors": _tensor_bytes(model.state_dict(), dtype),
-        "config.json": _json_bytes(config),
-    }
+    files = weight_files(model.state_dict(), dtype, shard_mib)
+    files["config.json"] = _json_bytes(config)
     return write_folder(Path(folder), {**files, **(more or {})})
 
 
@@ -70,8 +67,7 @@ def save_checkpoint(
     """Write checkpoints/step-N (with trainer state, removing older ones) or checkpoints/best-N
     (without)."""
     kind = "best" if trainer is None else "step"
-    config = _json_bytes(run_to_json(run))
-    files = {"model.safetensors": _tensor_bytes(weights), "config.json": config}
+    files = {**weight_files(weights), "config.json": _json_bytes(run_to_json(run))}
     if trainer is not None:
         buffer = io.BytesIO()
         torch.save(trainer, buffer)
@@ -123,7 +119,7 @@ def newest(out: Path, kind: Literal["step", "best"] = "step") -> Path | None:
 
 def verify(folder: Path) -> None:
     """Raise Damaged unless every file of the checkpoint is what was written."""
-    verify_folder(folder, FILES[:2], FILES[2:])
+    verify_folder(folder, (weights_name(folder) or WHOLE, "config.json"), ("trainer.pt",))
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:
@@ -140,10 +136,7 @@ def load(
     that comes with entp."""
     folder = find(Path(path), checkpoint)
     config = model_from_json(_read_json(folder / "config.json"), str(folder / "config.json"))
-    try:
-        tensors = load_tensors((folder / "model.safetensors").read_bytes())
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"the weights in {folder} cannot be read: {error}.") from None
+    tensors = read_weights(folder)
     model = Transformer(config)
     if any(t.dtype == torch.float64 for t in tensors.values()):
         model = model.double()
@@ -157,8 +150,10 @@ def load(
 
 
 def load_run(path: str | Path, checkpoint: Literal["best", "last"] = "best") -> Run:
-    """The run that made the model in `path`."""
-    return run_from_json(_read_json(find(Path(path), checkpoint) / "config.json"), str(path))
+    """The run that made the model in `path`; its tokenizer is found from now on."""
+    folder = find(Path(path), checkpoint)
+    look_into(folder)
+    return run_from_json(_read_json(folder / "config.json"), str(path))
 
 
 def find(path: Path, checkpoint: Literal["best", "last"] = "best") -> Path:
@@ -171,7 +166,7 @@ def find(path: Path, checkpoint: Literal["best", "last"] = "best") -> Path:
             f"there is no run folder {path}: give the --out of a finished or interrupted `entp "
             f"train`{known}."
         )
-    if (path / "model.safetensors").is_file():
+    if weights_name(path) is not None:
         if (path / CHECKSUMS).is_file():
             try:
                 verify(path)
@@ -202,12 +197,6 @@ def _checkpoints(out: Path, kind: str) -> list[Path]:
         if p.is_dir() and p.name.removeprefix(f"{kind}-").isdecimal()
     ]
     return sorted(found, key=lambda p: int(p.name.removeprefix(f"{kind}-")), reverse=True)
-
-
-def _tensor_bytes(tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> bytes:
-    return save_tensors(
-        {name: t.detach().cpu().to(dtype or t.dtype).contiguous() for name, t in tensors.items()}
-    )
 
 
 def _json_bytes(data: dict[str, Any]) -> bytes:

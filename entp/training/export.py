@@ -1,18 +1,23 @@
 """A trained model as a small folder that says how it was made: what `entp/pretrained` holds.
 
 runs/first --entp export--> model.safetensors (bfloat16), config.json, made.json, checksums.json
+
+The same in HuggingFace's formats: entp/hf/export.py.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
+from entp.config import Run
 from entp.errors import InputError
 from entp.files import json_bytes
+from entp.model import Transformer
 from entp.results.environment import environment, read_environment
 from entp.tasks.metrics import Totals
 from entp.training.checkpoint import find, load, load_run, save_model
@@ -23,26 +28,60 @@ from entp.training.loggers import read_metrics
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
+class Measured(NamedTuple):
+    """A trained model with rounded weights, its run, and made.json: how it was made, what it does
+    on test sequences."""
+
+    model: Transformer
+    run: Run
+    made: dict[str, Any]
+
+
 def export(
     source: Path,
     out: Path,
     *,
     checkpoint: Literal["best", "last"] = "best",
     dtype: str = "bf16",
+    shard_mib: float | None = None,
     test_sequences: int = 10_000,
+    data: str | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
     """Write the rounded weights of a run to `out`, with what they do on test sequences.
 
-    Returns made.json.
+    shard_mib: no file of weights is larger than so many MiB; None: one file.
+    data: where the task's files are, if it needs some. Returns made.json.
     """
+    check_new(out)
+    model, run, made = measure(source, checkpoint, dtype, test_sequences, data, device)
+    files = {**run.task.files(), "made.json": json_bytes(made)}
+    save_model(model, out, run, DTYPES[dtype], files, shard_mib)
+    return made
+
+
+def check_new(out: Path) -> None:
+    """InputError if there is something at `out`."""
     if out.exists():
         raise InputError(f"{out} exists: give --out a new folder.")
+
+
+def measure(
+    source: Path,
+    checkpoint: Literal["best", "last"],
+    dtype: str,
+    test_sequences: int,
+    data: str | None,
+    device: torch.device | str,
+) -> Measured:
+    """The model of a run with its weights rounded to `dtype`, measured as it is then."""
     if test_sequences < 1:
         raise InputError(
             f"--test-sequences is {test_sequences}: at least 1 is needed to measure anything."
         )
     weights, run = find(source, checkpoint), load_run(source, checkpoint)
+    if data is not None:
+        run = replace(run, task=run.task.with_data(data))
     model = load(weights, device=device)
     with torch.no_grad():
         for p in model.parameters():
@@ -56,8 +95,7 @@ def export(
         "test": with_intervals(totals),
         "measured": environment(torch.device(device), 1),
     }
-    save_model(model, out, run, DTYPES[dtype], {"made.json": json_bytes(made)})
-    return made
+    return Measured(model, run, made)
 
 
 def with_intervals(totals: Totals) -> dict[str, Any]:

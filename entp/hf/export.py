@@ -1,0 +1,294 @@
+"""A trained model as a folder that transformers loads.
+
+entp export runs/first --format hf --out first-hf       # with its source: any mode
+entp export runs/first --format gpt2 --out first-gpt2   # a decoder as a plain GPT-2
+
+AutoModelForCausalLM.from_pretrained("first-hf", trust_remote_code=True)
+GPT2LMHeadModel.from_pretrained("first-gpt2")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from entp.config import ModelConfig, Run
+from entp.data.tokenizers import END, TOKENIZER, ByteTokenizer, _byte_alphabet
+from entp.errors import InputError
+from entp.files import json_bytes, write_folder
+from entp.model import Transformer
+from entp.training.checkpoint import load_run
+from entp.training.export import DTYPES, check_new, measure
+
+ACTIVATIONS = {"gelu": "gelu_new", "gelu-exact": "gelu", "relu": "relu", "silu": "silu"}
+"""Activations that plain GPT-2 has, by their names there."""
+
+
+def export_hf(
+    source: Path,
+    out: Path,
+    *,
+    format: Literal["hf", "gpt2"] = "hf",
+    checkpoint: Literal["best", "last"] = "best",
+    dtype: str = "fp32",
+    shard_mib: float | None = None,
+    test_sequences: int = 10_000,
+    data: str | None = None,
+    device: torch.device | str = "cpu",
+) -> dict[str, Any]:
+    """Write a run as a folder for transformers, with what it does on test sequences.
+
+    format: hf, with the source of the model; or gpt2, without.
+    shard_mib: no file of weights is larger than so many MiB, if no tensor is; None: one file.
+    data: where the task's files are, if it needs some. Returns made.json.
+    """
+    needs_transformers()
+    check_new(out)
+    refuse(load_run(source, checkpoint), format)
+    model, run, made = measure(source, checkpoint, dtype, test_sequences, data, device)
+    convert = to_hf if format == "hf" else to_gpt2
+    found = convert(model, run).to(DTYPES[dtype])
+    files = {**_saved(found, run, shard_mib), "made.json": json_bytes(made)}
+    write_folder(out, {**files, "README.md": _readme(format, run).encode()})
+    return made
+
+
+def needs_transformers() -> None:
+    """InputError where transformers is not installed."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise InputError("this needs the transformers library: `pip install 'entp[hf]'`.") from None
+
+
+def register() -> None:
+    """Let AutoConfig and AutoModelForCausalLM find our classes: in this process, folders of format
+    hf then load without trust_remote_code."""
+    needs_transformers()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from entp.hf.modeling_entp import EntpConfig, EntpForCausalLM
+
+    AutoConfig.register(EntpConfig.model_type, EntpConfig, exist_ok=True)
+    AutoModelForCausalLM.register(EntpConfig, EntpForCausalLM, exist_ok=True)
+
+
+def refuse(run: Run, format: Literal["hf", "gpt2"]) -> None:
+    """InputError if the run is no language model, or the format cannot hold it."""
+    problems = _problems(run) + (_gpt2_problems(run) if format == "gpt2" else [])
+    if problems:
+        raise InputError(
+            f"this run cannot be exported as --format {format}: {'; '.join(problems)}. --format "
+            "entp takes every run."
+        )
+
+
+def _problems(run: Run) -> list[str]:
+    """Why a run is no causal language model of HuggingFace."""
+    model = run.model
+    if model.vocab is None:
+        return ["it reads vectors, not tokens"]
+    if model.outputs is not None:
+        return [f"it has {model.outputs} outputs of its own instead of the vocabulary's"]
+    if run.task.position_ids(np.zeros((1, 2), dtype=np.int64)) is not None:
+        return [f"{run.task.name} gives its tokens positions that generate does not know of"]
+    return []
+
+
+def _gpt2_problems(run: Run) -> list[str]:
+    """Why GPT-2 cannot compute what the run's model does."""
+    model = run.model
+    wrong = {
+        f"its mode is {run.mode}, and GPT-2 is a decoder": run.mode != "decoder",
+        f"model.norm is {model.norm}": model.norm != "layer",
+        "model.norm_placement is post": model.norm_placement != "pre",
+        f"model.activation is {model.activation}": model.activation not in ACTIVATIONS,
+        f"model.position_embedding is {model.position_embedding}": not model.has_limit,
+        "its key and value heads are shared": model.kv_heads not in (None, model.heads),
+        "its blocks run several times": model.loops > 1,
+    }
+    return [problem for problem, holds in wrong.items() if holds]
+
+
+def to_hf(model: Transformer, run: Run | None = None) -> Any:
+    """EntpForCausalLM with the model's weights, in the mode of the run."""
+    from entp.hf.modeling_entp import EntpConfig, EntpForCausalLM
+
+    EntpConfig.register_for_auto_class()
+    EntpForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    fields = {**_sizes(model.config), **_special(run)}
+    if run is not None:
+        fields |= {"mode": run.mode, "prefix_length": run.task.prefix}
+    found = EntpForCausalLM(EntpConfig(**fields))
+    weights = {name.replace("head.", "lm_head."): t for name, t in _weights(model).items()}
+    weights.setdefault("lm_head.weight", weights["tokens.weight"])
+    return _with_weights(found, weights)
+
+
+def _sizes(model: ModelConfig) -> dict[str, Any]:
+    """The fields of EntpConfig that follow from the model."""
+    same = ("norm", "activation", "position_embedding", "attention_scale", "norm_placement")
+    return {
+        **{name: getattr(model, name) for name in (*same, "bias", "loops")},
+        "vocab_size": model.vocab,
+        "max_position_embeddings": model.context_length,
+        "hidden_size": model.width,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads or model.heads,
+        "intermediate_size": model.hidden,
+        "tie_word_embeddings": model.tied_head,
+    }
+
+
+def _special(run: Run | None) -> dict[str, Any]:
+    """The token that ends a sequence; it also pads, behind an attention mask."""
+    stop = None if run is None else run.task.stop
+    return {"bos_token_id": None, "eos_token_id": stop, "pad_token_id": stop}
+
+
+def to_gpt2(model: Transformer, run: Run | None = None) -> Any:
+    """GPT2LMHeadModel with the model's weights: what it computes in mode decoder."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = model.config
+    assert config.vocab is not None
+    found = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=config.vocab,
+            n_positions=config.context_length,
+            n_embd=config.width,
+            n_layer=config.layers,
+            n_head=config.heads,
+            n_inner=config.hidden,
+            activation_function=ACTIVATIONS[config.activation],
+            scale_attn_weights=config.attention_scale == "sqrt",
+            tie_word_embeddings=config.tied_head,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            **_special(run),
+        )
+    )
+    return _with_weights(found, _gpt2_weights(_weights(model), config))
+
+
+def _gpt2_weights(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The weights by GPT-2's names; its matrices are transposed, and all have biases."""
+    found = {
+        "transformer.wte.weight": weights["tokens.weight"],
+        "transformer.wpe.weight": weights["positions"],
+        "transformer.ln_f.weight": weights["norm.weight"],
+        "transformer.ln_f.bias": weights["norm.bias"],
+        "lm_head.weight": weights.get("head.weight", weights["tokens.weight"]),
+    }
+    linear = {"qkv": "attn.c_attn", "proj": "attn.c_proj", "fc": "mlp.c_fc", "out": "mlp.c_proj"}
+    for i in range(config.layers):
+        here, there = f"blocks.{i}", f"transformer.h.{i}"
+        for name, other in linear.items():
+            matrix = weights[f"{here}.{name}.weight"]
+            found[f"{there}.{other}.weight"] = matrix.T.contiguous()
+            zero = matrix.new_zeros(len(matrix))
+            found[f"{there}.{other}.bias"] = weights.get(f"{here}.{name}.bias", zero)
+        for name, other in {"norm_1": "ln_1", "norm_2": "ln_2"}.items():
+            for part in ("weight", "bias"):
+                found[f"{there}.{other}.{part}"] = weights[f"{here}.{name}.{part}"]
+    return found
+
+
+def _weights(model: Transformer) -> dict[str, Tensor]:
+    return {name: t.detach().cpu() for name, t in model.state_dict().items()}
+
+
+def _with_weights(found: Any, weights: dict[str, Tensor]) -> Any:
+    """The model of transformers in the weights' type, with these weights and no others."""
+    found = found.to(weights["lm_head.weight"].dtype)
+    found.load_state_dict(weights)
+    return found.eval()
+
+
+def _saved(found: Any, run: Run, shard_mib: float | None) -> dict[str, bytes]:
+    """The files that transformers writes for a model and its tokenizer."""
+    tokenizer = make_tokenizer(run)
+    with tempfile.TemporaryDirectory() as folder, _no_progress_bars():
+        size = {} if shard_mib is None else {"max_shard_size": int(shard_mib * 2**20)}
+        found.save_pretrained(folder, **size)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+        return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def make_tokenizer(run: Run) -> Any:
+    """PreTrainedTokenizerFast that cuts text as the task does; None for tasks without text."""
+    file = run.task.files().get(TOKENIZER)
+    if file is None and _reads_bytes(run):
+        file = _byte_tokenizer()
+    if file is None:
+        return None
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(file.decode()),
+        eos_token=END,
+        pad_token=END,
+        padding_side="left",
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+        model_max_length=run.model.context_length,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def _reads_bytes(run: Run) -> bool:
+    tokenizer = getattr(run.task, "tokenizer", None)
+    return tokenizer == "bytes" or isinstance(tokenizer, ByteTokenizer)
+
+
+def _byte_tokenizer() -> bytes:
+    """A tokenizer.json with a token for each byte and the end token."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    found = Tokenizer(models.BPE(vocab=_byte_alphabet(), merges=[]))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    found.decoder = decoders.ByteLevel()
+    found.add_special_tokens([AddedToken(END, special=True)])
+    return found.to_str().encode()
+
+
+def _readme(format: str, run: Run) -> str:
+    """What the folder is and how it is loaded."""
+    name = "GPT2LMHeadModel" if format == "gpt2" else "AutoModelForCausalLM"
+    flag = "" if format == "gpt2" else ", trust_remote_code=True"
+    return f"""# {run.task.name}, mode {run.mode}
+
+```python
+from transformers import {name}
+
+model = {name}.from_pretrained("this folder"{flag})
+```
+
+Written by `entp export --format {format}`. `made.json` says how the model was trained and what it
+does on test sequences.
+"""

@@ -76,6 +76,8 @@ def __getattr__(name: str) -> Any:
     """Import public names when first used: `import entp` and `entp --help` need no torch."""
     import importlib
 
+    if name == "hf":
+        return importlib.import_module("entp.hf")
     if name not in _HOMES:
         raise AttributeError(f"module 'entp' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -154,17 +154,24 @@ def _outputs_and_gradients(model: Any, run: Callable[[], Tensor]) -> list[Tensor
 def _row(model: Any, mode: str, name: str, got: list[Tensor], want: list[Tensor]) -> Row:
     outputs = _apart(got[0], want[0], float(want[0].abs().max()))
     sizes = [float(g.abs().max()) for g in want[1:]]
-    smallest = 1e-4 * max(sizes, default=0.0)
+    dtype = next(model.parameters()).dtype
+    bound = TOLERANCE.get(dtype, 1e-4)
+    smallest = _floor(dtype, bound) * max(sizes, default=0.0)
     differences = [
         _apart(a, b, max(size, smallest))
         for a, b, size in zip(got[1:], want[1:], sizes, strict=True)
     ]
     gradients = max(differences, default=0.0)
-    bound = TOLERANCE.get(next(model.parameters()).dtype, 1e-4)
     verdict = f"WRONG (rounding is up to {bound:g})"
     if max(outputs, gradients) <= bound:
         verdict = "exact"
     return Row(mode, name, outputs, gradients, verdict)
+
+
+def _floor(dtype: torch.dtype, bound: float) -> float:
+    """Gradients below this fraction of the largest are measured by it: one that is truly 0, such as
+    that of a bias on keys, is rounding alone, a few epsilons of the largest."""
+    return max(1e-4, min(1e-2, 8 * torch.finfo(dtype).eps / bound))
 
 
 def _apart(got: Tensor, want: Tensor, size: float) -> float:

@@ -7,8 +7,11 @@ logits = model(tokens, mode="entp")  # or decoder, prefix-lm
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from entp.errors import InputError
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +32,7 @@ def load(
     dropout: keep the model's dropout. In training, only the reference is exact with it.
     dtype: of the weights; None for float32.
     """
+    need_transformers()
     import torch
 
     from entp.hf import loading
@@ -42,3 +46,14 @@ def wrap(network: Any) -> PretrainedModel:
     from entp.hf import adapters
 
     return adapters.wrap(network)
+
+
+def need_transformers() -> Any:
+    """The transformers library, or an InputError that says how to install it."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError:
+        raise InputError(
+            "pretrained models need the transformers library, which is not installed: "
+            "pip install 'entp[hf]'."
+        ) from None

@@ -20,6 +20,7 @@ from entp.cli.evaluate import evaluate_command
 from entp.cli.export import export_command
 from entp.cli.generate import generate_command
 from entp.cli.help import command_list
+from entp.cli.llm import llm_command
 from entp.cli.lm_eval import lm_eval_command
 from entp.cli.parse import HELP
 from entp.cli.report import report_command
@@ -36,6 +37,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "generate": generate_command,
     "export": export_command,
     "lm-eval": lm_eval_command,
+    "llm": llm_command,
     "data": data_command,
     "reproduce": reproduce_command,
     "report": report_command,

@@ -1,8 +1,8 @@
 """Small trained models that come with entp, by name: `entp.load("count3-entp")`, `entp evaluate
 count3-entp`.
 
-Each is a folder here, as `entp export` writes it: model.safetensors in bfloat16 (or shards of it and
-their index), config.json (the whole run), made.json (how it was made, and what the weights as they
+Each is a folder here, as `entp export` writes it: model.safetensors in bfloat16, or its shards and
+their index, config.json (the whole run), made.json (how it was made, and what the weights as they
 lie here do on fresh sequences).
 """
 

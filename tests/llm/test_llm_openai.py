@@ -281,6 +281,7 @@ def test_interrupted_evaluation_goes_on(service: Service, submitted: Path) -> No
         env={**os.environ, "OPENAI_LOG": "debug"},
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # even if ignored here
     )
     patience = time.monotonic() + 60
     while service.count(CHAT) < 4 and time.monotonic() < patience:

@@ -218,7 +218,6 @@ def test_caveats_tell_epochs(corpus: Corpus) -> None:
     assert f"has {tokens:,}: 3.0 epochs" in task.caveats(3 * tokens // 16 + 1)[0]
 
 
-@pytest.mark.parametrize("kind", ["corpus", "bpe"])
 def test_few_training_tokens_are_the_first_ones(corpus: Corpus) -> None:
     few, written = Text(corpus.hash, block=16, train_tokens=100), all_tokens(corpus, "train")
     begin = " ".join(map(str, written[:100]))
@@ -241,6 +240,7 @@ def test_seen_windows_are_of_the_training_text(corpus: Corpus) -> None:
     assert all(" ".join(map(str, row)) in text for row in one.y)
 
 
+@pytest.mark.parametrize("kind", ["corpus", "bpe"])
 def test_text_comes_back_from_its_tokens(kind: str, request: pytest.FixtureRequest) -> None:
     made: Corpus = request.getfixturevalue(kind)
     task = Text(made.hash, made.vocab + 3)

@@ -224,6 +224,8 @@ class Recipe:
     folder: str = ""
     """A recipe in whose folder its run folders are: runs that both have are trained once. Empty:
     its own."""
+    prepare: str = ""
+    """The command that makes the data of its tasks, where they read files."""
     source: Recipe | None = None
     """The recipe with the arms that arms of this one begin with; what is missing of it is trained
     first."""

@@ -114,6 +114,7 @@ def reproduce(
     kept = study.read_kept(quiet=False)
     study.keep_what_is_left_out(len(kept))
     arms = [arm for arm in recipe.runs(only, seed) if study.is_to_do(arm, kept)]
+    _check_data(recipe, arms)
     options = {"device": device, "jobs": jobs, "max_minutes": max_minutes}
     stopped = _train_sources(recipe.source, arms, runs, **options)
     if stopped:
@@ -136,6 +137,18 @@ def reproduce(
     study.draw(found)
     _raise_failed(failed, len(arms), study.root / RESULTS)
     return Outcome(**dict(found), stopped_by=stopped)
+
+
+def _check_data(recipe: Recipe, arms: Sequence[ArmRun]) -> None:
+    """InputError if the data of a task that reads files is not here, before anything is trained."""
+    for task in {arm.run.task: None for arm in arms if arm.run.task.takes_data}:
+        try:
+            task.split_batches("test", 1)
+        except InputError as error:
+            made = f" This recipe's is made by `{recipe.prepare}`." if recipe.prepare else ""
+            raise InputError(f"{error}{made}") from None
+    if arms and recipe.test_on is not None:
+        recipe.test_on.split_batches("test", 1)
 
 
 def _train_sources(

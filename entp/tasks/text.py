@@ -239,13 +239,15 @@ class Text(Task):
     def _windows(self, rng: np.random.Generator, size: int) -> Batch:
         """Windows that begin anywhere."""
         stream = self._corpus().tokens("train")
-        if len(stream) < (self.train_tokens or self.block + 1):
-            raise InputError(
-                f"the training text of corpus {self.corpus} has {len(stream)} tokens: task.block "
-                f"{self.block} needs at least {self.block + 1}, task.train_tokens as many as it "
-                "says. Lower it, or give more text."
-            )
         there = self.train_tokens or len(stream)
+        if not self.block < there <= len(stream):
+            field, least = "block", self.block + 1
+            if self.train_tokens is not None:
+                field, least = "train_tokens", self.train_tokens
+            raise InputError(
+                f"the training text of corpus {self.corpus} has {len(stream)} tokens: task.{field} "
+                f"{getattr(self, field)} needs at least {least}. Lower it, or give more text."
+            )
         tokens = stream.take(rng.integers(0, there - self.block, size), self.block + 1)
         return Batch(tokens[:, :-1], tokens[:, 1:])
 

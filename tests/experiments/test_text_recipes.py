@@ -130,6 +130,21 @@ def test_recipe_takes_other_data(tmp_path: Path) -> None:
         find_recipe("count3").with_data(str(path))
 
 
+@pytest.mark.parametrize("name", ["openwebtext", "winogrande", "clutrr"])
+def test_missing_data_is_told_once_before_training(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENTP_DATA", str(tmp_path))
+    with pytest.raises(InputError) as told:
+        reproduce(find_recipe(name), tmp_path)
+    assert len(str(told.value)) < 600
+    if name == "clutrr":
+        assert "clutrr/train.csv" in str(told.value)
+    else:
+        assert "entp data prepare enwik8_clean" in str(told.value)
+    assert not list(tmp_path.glob("*/*/config.json"))
+
+
 def test_both_modes_of_a_comparison_read_the_same() -> None:
     """Nothing but the mode differs, and the targets that carry the loss."""
     recipes = (text.RECIPE, text.RATES_RECIPE, text.EPOCHS_RECIPE, text.BLOCK_RECIPE)

@@ -254,7 +254,7 @@ def lines_run(mode: str, examples: int, lr: float = RATE) -> Run:
 
 
 LINES_RECIPE = replace(
-    RECIPE,
+    TUNED_RECIPE,
     name="addition-lines",
     title="Sample complexity of reversed addition, with the loss on the answers alone",
     question="Does ENTP need fewer sums than a decoder that is not trained on random digits?",
@@ -263,26 +263,9 @@ LINES_RECIPE = replace(
         for examples in SIZES
         for mode in BOTH
     ],
-    tiny_arms={"examples": 1_250},
-    table=Table(rows="examples", columns="mode", cells="exact_match", versus="mode"),
-    figure=(
-        Figure("slices", x="examples", y="exact_match", lines="mode"),
-        Figure("curves", y=("loss", "exact_match"), lines="mode", where={"examples": 5_000}),
-    ),
     reproduced_if=(
         "Written before these runs. Finding 3 stands with this training if ENTP's mean test exact "
         "match over five seeds is above the decoder's, with p < 0.05 (Welch), at 1,250, 2,500 and "
         "5,000 examples."
-    ),
-    checks=(
-        Check(
-            "ENTP is ahead with up to 5,000 examples",
-            {"mode": "ENTP", "examples": SIZES[:3]},
-            "exact_match",
-            "above",
-            {"mode": "decoder"},
-            same="examples",
-            p=0.05,
-        ),
     ),
 )

@@ -197,6 +197,7 @@ RECIPE = Recipe(
     ),
     test_sequences=TEST_WINDOWS,
     test_splits=("seen",),
+    prepare="entp data prepare enwik8_clean books_100mb --tokenizer gpt2",
     authors_curves={label: AuthorsCurve(**curve) for label, curve in PAPER["curves"].items()},
     not_run={"the table's 150,000 steps of OpenWebText": "44 hours of an H200 for ENTP's arm"},
 )

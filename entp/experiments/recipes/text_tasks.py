@@ -131,6 +131,7 @@ def zero_shot(
         test_on=task,
         tiny_test_on=replace(task, tokenizer="bytes", block=32),
         folder=text.RECIPE.name,
+        prepare=text.RECIPE.prepare,
         table=Table(rows="tokens", columns="mode", cells="accuracy", versus="mode"),
         figure=Figure("slices", x="tokens", y="accuracy", lines="mode"),
         **more,

@@ -77,7 +77,7 @@ class Forward:
 
     def loss_rows(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of each row, in fp32 or float64: outputs (M, k), targets (M,)."""
-        wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        wide = _wide(outputs)
         if self.loss == "squared_error":
             return F.mse_loss(wide.squeeze(-1), targets.to(wide.dtype), reduction="none")
         return F.cross_entropy(wide, targets, reduction="none")
@@ -93,5 +93,10 @@ class Forward:
         return rows.sum() if weights is None else rows @ weights.to(rows.dtype)
 
     def answers(self, outputs: Tensor) -> Tensor:
-        """The likeliest token of each row, or its number."""
-        return outputs.squeeze(-1) if self.loss == "squared_error" else outputs.argmax(-1)
+        """The likeliest token of each row, or its number in fp32 or float64."""
+        return _wide(outputs).squeeze(-1) if self.loss == "squared_error" else outputs.argmax(-1)
+
+
+def _wide(outputs: Tensor) -> Tensor:
+    """In fp32 at least."""
+    return outputs.to(torch.promote_types(outputs.dtype, torch.float32))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -20,6 +19,7 @@ from entp.errors import InputError
 from entp.experiments.collect import read_folder
 from entp.experiments.cost import carrying
 from entp.experiments.recipe import ArmRun
+from entp.training import prefetch
 
 AT_ONCE, IN_TURNS = 8, 2
 """Most runs that share a GPU, where their kernels run at the same time and where they take turns:
@@ -95,12 +95,7 @@ def how_many(arms: Sequence[ArmRun], device: torch.device, at_once: bool) -> int
     if device.type != "cuda":
         return 1
     memory = torch.cuda.get_device_properties(device).total_memory
-    return fitting([arm.run for arm in arms], memory, _cores(), at_once)
-
-
-def _cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return fitting([arm.run for arm in arms], memory, prefetch.cores(), at_once)
 
 
 def fitting(runs: Sequence[Run], memory: float, cores: int, at_once: bool) -> int:

@@ -19,7 +19,10 @@ from multiprocessing import connection, get_context, parent_process
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+import torch
+
 from entp.errors import TrainingStopped
+from entp.training.prefetch import cores
 from entp.training.signals import StopSignals
 
 Work = Callable[..., int | None]
@@ -52,7 +55,11 @@ def in_parallel(
     work too.
 
     environment: variables that the processes have beside those of this one.
+
+    The cores are divided among them. Torch would start a thread for every core in each process, and
+    threads that wait for a core hold up those that work.
     """
+    threads = max(1, cores() // jobs)
     todo = iter(enumerate(tasks))
     workers: list[_Worker] = []
 
@@ -60,7 +67,7 @@ def in_parallel(
         """Give a process, or a new one, the next task that can be sent; the endings of others."""
         for number, task in todo:
             if worker is None:
-                worker = _Worker(environment or {})
+                worker = _Worker(environment or {}, threads)
                 workers.append(worker)
             error = worker.give(number, work, task)
             if error is None:
@@ -109,10 +116,10 @@ def in_parallel(
 class _Worker:
     """A process that does one task after another, and this side of its pipe."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], threads: int) -> None:
         context = get_context("spawn")
         self.pipe, there = context.Pipe()
-        self.process = context.Process(target=_serve, args=(there, dict(environment)))
+        self.process = context.Process(target=_serve, args=(there, dict(environment), threads))
         self.process.start()
         there.close()  # its end is the process's alone, so that each notices when the other is gone
         self.number: int | None = None
@@ -155,10 +162,11 @@ def _died(code: int | None) -> str:
     )
 
 
-def _serve(pipe: Connection, environment: dict[str, str]) -> None:
+def _serve(pipe: Connection, environment: dict[str, str], threads: int) -> None:
     """Do what is asked for until the other side is gone."""
     os.environ.update(environment)  # before anything asks for a GPU
     _wait_quietly()
+    torch.set_num_threads(threads)
     try:
         while True:
             result = _done(pipe.recv_bytes())

@@ -49,10 +49,10 @@ def processes_for(task: Task, seed: int, size: int) -> int:
     start = time.perf_counter()
     task.batch(seed, "train", 1, size)
     wanted = int((time.perf_counter() - start) / SECONDS)
-    return min(wanted, MOST, _cores() // 2)
+    return min(wanted, MOST, cores() // 2)
 
 
-def _cores() -> int:
+def cores() -> int:
     """Those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -150,9 +150,9 @@ def test_processes_end_with_a_killed_parent(tmp_path: Path) -> None:
 
 
 def test_slow_batches_get_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "_cores", lambda: 32)
+    monkeypatch.setattr(prefetch, "cores", lambda: 32)
     assert 7 <= processes_for(Slow(), 0, 2) <= prefetch.MOST
-    monkeypatch.setattr(prefetch, "_cores", lambda: 1)
+    monkeypatch.setattr(prefetch, "cores", lambda: 1)
     assert processes_for(Slow(), 0, 2) == 0
 
 
@@ -163,7 +163,7 @@ def test_unimportable_task_gets_no_processes(
     class Local(Slow):
         pass
 
-    monkeypatch.setattr(prefetch, "_cores", lambda: 32)
+    monkeypatch.setattr(prefetch, "cores", lambda: 32)
     assert processes_for(Slow(), 0, 2) > 0
     assert processes_for(Local(), 0, 2) == 0
     monkeypatch.setattr(Slow, "__module__", "__main__")

@@ -51,9 +51,15 @@ class Transformer(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """GPT-2: normal(0, 0.02), residual projections divided by sqrt(2 layers), biases zero."""
+        """GPT-2: normal(0, 0.02), residual projections divided by sqrt(2 layers), biases zero.
+
+        What reads vectors keeps torch's own, as in Garg et al.: with 0.02 the residual stream begins
+        so small that in-context learning does not leave the answer 0 at their learning rate.
+        """
         layers = self.config.layers * self.config.loops
         for name, p in self.named_parameters():
+            if name.startswith("read_in."):
+                continue
             if p.ndim == 2:
                 residual = name.endswith(("proj.weight", "out.weight"))
                 std = 0.02 / math.sqrt(2 * layers) if residual else 0.02

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from entp.config import OptimConfig
 from entp.engine.api import choose
+from entp.engine.streams import side_stream
 from entp.engine.support import Support, support_of
 from entp.tasks.base import Batch, Task
 from entp.training.cover import COVERED_MODES, Cover
@@ -80,7 +81,7 @@ class Stepper:
         """The state of the model that they belong to, and where its weights are."""
         self.by_kernels: dict[str, bool] = {}
         """Whether the kernels run that model, by mode."""
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = side_stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Batch, stop: Stop = NOBODY) -> Updated:
         """One optimizer step. On CUDA the loss and norm returned are overwritten by the next."""

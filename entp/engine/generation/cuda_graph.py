@@ -18,6 +18,7 @@ from entp.engine.generation.caches import DecoderCache, first_qkv, first_state
 from entp.engine.layout import Strided
 from entp.engine.masks import attend
 from entp.engine.protocol import ModelProtocol, attention_bias
+from entp.engine.streams import side_stream
 from entp.engine.support import Support, support_of
 
 SMALLEST = 64
@@ -74,7 +75,7 @@ class _Step:
         self.graph: torch.cuda.CUDAGraph | None = None
         # One stream each: with a graph, torch (2.12 and later) drops the cuBLAS workspaces of the
         # stream it was captured on.
-        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.stream = side_stream(self.device) if self.device.type == "cuda" else None
         self.logits: Tensor | None = None
         self.used = 0
         self.owner: ReferenceType[Any] | Callable[[], None] = lambda: None

@@ -44,7 +44,7 @@ MOST = {function: str(points - 1) for function, points in POINTS.items()}
 BOTH = ("ENTP", "decoder")
 RANDOM_PREFIX = "random prefix"
 STEPS, CURRICULUM_STEPS, BATCH_SIZE = 40_000, 10_000, 64
-RATE = {"ENTP": 3e-4, "decoder": 3e-4}
+RATE = {"ENTP": 1e-4, "decoder": 1e-4}
 """The best of each mode in `icl-rates`; a random prefix has the decoder's."""
 RATES = (1e-4, 3e-4, 6e-4)
 """Tried for both modes, in 6,000 steps. With 1e-3 not even 4 layers leave the answer 0 within 1,200

@@ -46,7 +46,7 @@ RANDOM_PREFIX = "random prefix"
 STEPS, CURRICULUM_STEPS, BATCH_SIZE = 40_000, 10_000, 64
 RATE = {"ENTP": 1e-4, "decoder": 1e-4}
 """The best of each mode in `icl-rates`; a random prefix has the decoder's."""
-RATES = (1e-4, 3e-4, 6e-4)
+RATES = (5e-5, 1e-4, 3e-4, 6e-4)
 """Tried for both modes, in 6,000 steps. With 1e-3 not even 4 layers leave the answer 0 within 1,200
 steps of 5 coordinates."""
 TARGETS = 8
@@ -279,7 +279,7 @@ TARGETS_RECIPE = replace(
 RATES_RECIPE = replace(
     RECIPE,
     name="icl-rates",
-    title="Linear functions in context at three learning rates, 6,000 steps",
+    title="Linear functions in context at four learning rates, 6,000 steps",
     question="Which learning rate suits each architecture?",
     arms=[
         Arm(shorter(icl_run(mode, "linear", lr=lr)), mode=mode, rate=lr)
@@ -287,7 +287,7 @@ RATES_RECIPE = replace(
         for lr in RATES
     ],
     tiny_run=lambda run: replace(tiny_run(run), optim=icl_optim(run.optim.lr, 600)),
-    tiny_arms={"rate": RATES[1:]},
+    tiny_arms={"rate": RATES[2:]},
     table=Table(rows="rate", columns="mode", cells=ERROR),
     figure=(
         Figure("slices", x="rate", y=ERROR, lines="mode"),

@@ -106,12 +106,11 @@ def test_runs_that_recipes_share_are_trained_once() -> None:
     classes = {one.hash: one.label for one in RECIPE.runs()}
     shared = {
         r.name: [a.label for a in r.runs() if a.hash in classes]
-        for r in (TARGETS_RECIPE, DEPTH, SHIFT)
+        for r in (DEPTH, SHIFT)
     }
-    assert shared["icl-targets"] == ["ENTP, targets 8"]
     assert shared["icl-depth"] == ["ENTP, layers 12", "decoder, layers 12"]
     assert len(shared["icl-shift"]) == len(SHIFT.runs()) == 7
-    assert {TARGETS_RECIPE.folder, DEPTH.folder, SHIFT.folder} == {RECIPE.name}
+    assert {DEPTH.folder, SHIFT.folder} == {RECIPE.name}
     assert SHIFT.tiny().folder == RECIPE.tiny().name
 
 

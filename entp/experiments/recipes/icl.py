@@ -130,11 +130,10 @@ def with_random_prefixes(run: Run) -> Run:
     return replace(run, optim=replace(run.optim, lr=low), curriculum=first)
 
 
-def shorter(run: Run) -> Run:
-    """6,000 steps, half of them under the curriculum: its first functions need several hundred
-    steps, whatever follows."""
+def shorter(run: Run, steps: int) -> Run:
+    """Fewer steps, half of them under the curriculum: its first functions need several hundred,
+    whatever follows."""
     assert isinstance(run.task, InContext)
-    steps = 6000
     task = replace(run.task, curriculum_steps=steps // 2)
     return replace(run, task=task, steps=steps, optim=replace(run.optim, decay_steps=steps))
 
@@ -240,10 +239,10 @@ RECIPE = Recipe(
 TARGETS_RECIPE = replace(
     RECIPE,
     name="icl-targets",
-    title="Linear functions in context, from 1, 2, 8 or all targets of a sequence",
+    title="Linear functions in context, from 1, 2, 8 or all targets of a sequence, 10,000 steps",
     question="What do random targets save, by sequences read and by seconds?",
     arms=[
-        Arm(icl_run("ENTP", "linear", targets=count), mode="ENTP", targets=count)
+        Arm(shorter(icl_run("ENTP", "linear", targets=count), 10_000), mode="ENTP", targets=count)
         for count in COUNTS
     ],
     tiny_arms={"targets": [1, 8, POINTS["linear"]]},
@@ -273,7 +272,6 @@ TARGETS_RECIPE = replace(
             times=1.1,
         ),
     ),
-    folder="icl",
     not_run={},
 )
 RATES_RECIPE = replace(
@@ -282,7 +280,7 @@ RATES_RECIPE = replace(
     title="Linear functions in context at four learning rates, 6,000 steps",
     question="Which learning rate suits each architecture?",
     arms=[
-        Arm(shorter(icl_run(mode, "linear", lr=lr)), mode=mode, rate=lr)
+        Arm(shorter(icl_run(mode, "linear", lr=lr), 6000), mode=mode, rate=lr)
         for mode in BOTH
         for lr in RATES
     ],

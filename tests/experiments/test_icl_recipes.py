@@ -24,7 +24,6 @@ from entp.experiments.recipes.icl import (
     POINTS,
     RANDOM_PREFIX,
     RECIPE,
-    TARGETS_RECIPE,
     icl_run,
     tiny_run,
 )

@@ -40,14 +40,17 @@ def batches_ahead(
     return _by_thread(task, seed, size, steps)
 
 
-def processes_for(task: Task, seed: int, size: int) -> int:
+def processes_for(task: Task, seed: int, size: int, last: int = 1) -> int:
     """How many processes keep up with a GPU; 0 where a thread does, or where a process could not
-    find the task's class."""
+    find the task's class.
+
+    last: the step whose batch is timed; sequences may grow up to the last one.
+    """
     if os.name != "posix" or not _travels(task):
         return 0
     task.batch(seed, "train", 0, size)  # the first one may read files
     start = time.perf_counter()
-    task.batch(seed, "train", 1, size)
+    task.batch(seed, "train", last, size)
     wanted = int((time.perf_counter() - start) / SECONDS)
     return min(wanted, MOST, cores() // 2)
 

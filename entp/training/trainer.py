@@ -463,7 +463,7 @@ def _batches(
     """The batches of steps start, start + 1, ..., made ahead of them."""
     for part in plan.segments(start, steps):
         size = plan.batch_size(part[0])
-        processes = processes_for(task, seed, size) if device.type == "cuda" else 0
+        processes = processes_for(task, seed, size, part[-1]) if device.type == "cuda" else 0
         yield from batches_ahead(task, seed, size, part, processes)
 
 

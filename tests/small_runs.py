@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from entp.config import OptimConfig, Run, TrainConfig, model_for
-from entp.model import Transformer
+from entp.model.build import build_model
 from entp.tasks.counting import Count3
 from entp.training.cuda_graph import Stepper
 from entp.training.distributed import World
@@ -64,7 +64,7 @@ def new_stepper(run: Run, device: str = "cpu", world: World | None = None) -> St
     """The steps of a run from its first on; `stepper.state` is what they change."""
     where, plan = torch.device(device), Plan(run)
     torch.manual_seed(run.seed)
-    state = new_state(Transformer(run.model).to(where), run.optim, plan.techniques)
+    state = new_state(build_model(run.model).to(where), run.optim, plan.techniques)
     modes = {plan.mode(part[0]) for part in plan.segments(0, run.steps)} | {run.mode}
     how = {mode: Forward.of(run, mode) for mode in modes}
     graphs = run.train.cuda_graph

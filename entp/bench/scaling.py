@@ -36,6 +36,7 @@ from entp.engine.flops import decoder_flops, engine_flops, token_flops
 from entp.engine.generation.generate import make_cache
 from entp.engine.layout import rows_of, split
 from entp.model import Transformer
+from entp.model.build import build_model
 from entp.results.environment import environment
 from entp.stats import fit_exponent
 from entp.terminal import format_table
@@ -125,7 +126,7 @@ def _measure(
     seconds = take_turns(steps, device, options.repeats, label=f"bench n = {n}")
     point: dict[str, Any] = {"n": n}
     for mode, run in runs.items():
-        tokens = token_seconds(run.model, mode, n, batch_size, warmup, options.repeats, device)
+        tokens = token_seconds(model, mode, n, batch_size, warmup, options.repeats, device)
         point[mode] = {
             "step_seconds": seconds[mode],
             "step": statistics.median(seconds[mode]),
@@ -146,7 +147,7 @@ def _counts(run: Run, n: int, device: torch.device) -> dict[str, int]:
         step = decoder_flops(run.model, targets).total
         return {"step_flops": step, "token_flops": token, "chunks": 1}
     with torch.device("meta"):
-        budget = step_token_budget(Transformer(run.model), device, sum(rows_of(targets)))
+        budget = step_token_budget(build_model(run.model), device, sum(rows_of(targets)))
     step = engine_flops(run.model, targets).total
     chunks = len(list(split(targets, budget)))
     return {"step_flops": step, "token_flops": token, "chunks": chunks}

@@ -24,12 +24,12 @@ from entp.bench.options import BenchStepOptions
 from entp.bench.profile import expensive_kernels, kernel_table
 from entp.bench.roofline import describe, roofline
 from entp.bench.shapes import LABELS, VARIANTS, Shape, named_shapes, reached, split_list
-from entp.config import ModelConfig, Run
+from entp.config import AnyModelConfig, ModelConfig, Run
 from entp.engine.api import choose, triton_missing
 from entp.engine.budget import step_token_budget
 from entp.engine.flops import Flops, decoder_flops, engine_flops, reference_flops
 from entp.engine.layout import rows_of, split
-from entp.model import Transformer
+from entp.model.build import build_model
 from entp.results.environment import environment
 from entp.tasks.counting import Match3
 from entp.terminal import format_table
@@ -39,7 +39,7 @@ from entp.training.forward import Forward
 from entp.training.plan import Plan
 from entp.training.state import new_state
 
-FORMULAS: dict[str, Callable[[ModelConfig, Tensor], Flops]] = {
+FORMULAS: dict[str, Callable[[AnyModelConfig, Tensor], Flops]] = {
     "reference": reference_flops,
     "packed": engine_flops,
     "triton": engine_flops,
@@ -56,7 +56,7 @@ are short."""
 def make_step(run: Run, device: torch.device) -> Step:
     """A function that does one training step of a run: forward, backward, optimizer."""
     torch.manual_seed(0)
-    model = Transformer(run.model).to(device)
+    model = build_model(run.model).to(device)
     plan, how = Plan(run), {run.mode: Forward.of(run)}
     state = new_state(model, run.optim, plan.techniques)
     graphs = run.train.cuda_graph
@@ -157,8 +157,9 @@ def _measure(
     found = {**_describe(shape, targets), "steps": _with_ratios(rows)}
     if "triton" in names:
         config = shape.run("triton").model
+        assert isinstance(config, ModelConfig)
         with torch.device("meta"):
-            budget = step_token_budget(Transformer(config), device, sum(rows_of(targets)))
+            budget = step_token_budget(build_model(config), device, sum(rows_of(targets)))
         chunks = len(list(split(targets, budget)))
         found["roofline"] = roofline(config, targets, device, chunks)
     if profile:

@@ -24,7 +24,7 @@ from entp.bench.options import BenchSweepOptions
 from entp.config import Mode, Run, model_for
 from entp.engine.layout import rows_of
 from entp.errors import InputError
-from entp.model import Transformer
+from entp.model.build import build_model
 from entp.results.environment import environment
 from entp.tasks.addition import Addition
 from entp.tasks.base import Task
@@ -404,7 +404,7 @@ def new_stepper(run: Run, device: torch.device) -> Stepper:
     """The steps of a run, as training makes them."""
     torch.manual_seed(run.seed)
     plan = Plan(run)
-    state = new_state(Transformer(run.model).to(device), run.optim, plan.techniques)
+    state = new_state(build_model(run.model).to(device), run.optim, plan.techniques)
     how = {run.mode: Forward.of(run)}
     graphs = run.train.cuda_graph
     return Stepper(state, plan, how, run.optim, graphs, device, World())  # type: ignore[arg-type]

@@ -1,28 +1,51 @@
-"""What `entp train TASK --init RUN` takes over from RUN: its model, its mode and its tokenizer."""
+"""What `entp train TASK --init SOURCE` takes over.
+
+From a run its model, its mode and its tokenizer; from a folder in HuggingFace's format the model,
+with the tokens that the task needs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from entp import pretrained
-from entp.config import SIZES, Mode, ModelConfig
+from entp.config import SIZES, AnyModelConfig, Mode, ModelConfig, PretrainedConfig
 from entp.config.json import model_from_json, run_from_json
 from entp.config.upgrade import upgrade_config
 from entp.errors import InputError
 from entp.files import parse_json
 from entp.tasks.base import TASKS, Task
-from entp.tasks.tokens import tokenizer_of_run
+from entp.tasks.tokens import any_tokenizer_of_run, look_into, tokenizer_of_run
 
 TASK_DECIDES = ("vocab", "input_dim", "outputs")
 """Fields of the model that follow from the task."""
+ACCEPTED = (
+    "--init takes the --out of an `entp train`, a model that `entp export` wrote, or a folder in "
+    "HuggingFace's format with config.json and model.safetensors"
+)
 
 
-class Beginning(NamedTuple):
-    """What a run takes over from the one that it begins with."""
+class Beginning(Protocol):
+    """What a run takes over from what it begins with."""
 
-    model: ModelConfig
+    @property
+    def mode(self) -> Mode:
+        """The mode, unless another is given."""
+
+    def task(self, kind: type[Task]) -> Task | None:
+        """The task, unless its options say otherwise; None if a field must be given."""
+
+    def model_for(self, task: Task, options: Any, changes: dict[str, Any]) -> AnyModelConfig:
+        """The model with the inputs and outputs of a task, and with these changes; options: size
+        and lora_rank of the command line."""
+
+
+class RunBeginning(NamedTuple):
+    """What a run takes over from another."""
+
+    model: AnyModelConfig
     mode: Mode
     tokenizer: str
     config: dict[str, Any]
@@ -37,38 +60,111 @@ class Beginning(NamedTuple):
         return run_from_json(self.config).task
 
     def task(self, kind: type[Task]) -> Task | None:
-        """The task with the run's tokenizer and context length, if it has fields for them; None
-        if another field must be given."""
+        """The task with the run's tokenizer and context length, if it has fields for them."""
         own = {"tokenizer": self.tokenizer, "block": self.model.context_length}
-        names = {f.name for f in dataclasses.fields(kind)}
-        try:
-            return kind(**{name: value for name, value in own.items() if name in names})
-        except TypeError:
-            return None
+        stored = self.config.get("task")
+        if isinstance(stored, dict) and "end" in stored:  # a pretrained model's tokens
+            own |= {"end": stored["end"], "vocab": self.model.vocab}
+        return _made(kind, own)
 
-    def model_for(self, task: Task, size: str | None, changes: dict[str, Any]) -> ModelConfig:
-        """The run's model with the inputs and outputs of a task, and with these changes."""
+    def model_for(self, task: Task, options: Any, changes: dict[str, Any]) -> AnyModelConfig:
         needs = task.model_needs()
+        if isinstance(self.model, PretrainedConfig):
+            check_unchanged(options.size, changes)
+            return dataclasses.replace(self.model, **adapters(options, self.model))
+        refuse_adapters(options)
         own = {name: needs.get(name) for name in TASK_DECIDES}
-        return dataclasses.replace(
-            self.model, **{**own, **(SIZES[size] if size is not None else {}), **changes}
+        size = SIZES[options.size] if options.size is not None else {}
+        return dataclasses.replace(self.model, **{**own, **size, **changes})
+
+
+class FolderBeginning(NamedTuple):
+    """What a run takes over from a folder in HuggingFace's format."""
+
+    folder: Path
+    mode: Mode = "entp"
+
+    def task(self, kind: type[Task]) -> Task | None:
+        """The task with the folder's tokenizer, if it has a field for it."""
+        look_into(self.folder)
+        try:
+            found = _made(kind, {"tokenizer": tokenizer_of_run(self.folder)})
+        except InputError:  # a tokenizer that only the model's own texts are cut by
+            found = _made(kind, {})
+        return None if found is None else found.for_model(self.folder)
+
+    def model_for(self, task: Task, options: Any, changes: dict[str, Any]) -> AnyModelConfig:
+        from entp.hf.beginning import read_pretrained
+
+        check_unchanged(options.size, changes)
+        return read_pretrained(self.folder, task, **adapters(options)).model
+
+
+def _made(kind: type[Task], fields: dict[str, Any]) -> Task | None:
+    """A task with those of the fields that it has; None if another one must be given."""
+    names = {f.name for f in dataclasses.fields(kind)}
+    try:
+        return kind(**{name: value for name, value in fields.items() if name in names})
+    except TypeError:
+        return None
+
+
+def adapters(options: Any, model: PretrainedConfig | None = None) -> dict[str, Any]:
+    """The options of LoRA, which may be those of a model."""
+    given = {"lora_rank": options.lora_rank, "lora_alpha": options.lora_alpha}
+    own = {} if model is None else {name: getattr(model, name) for name in given}
+    return {**own, **{name: value for name, value in given.items() if value is not None}}
+
+
+def refuse_adapters(options: Any) -> None:
+    """InputError for options of LoRA where the model is none of HuggingFace's."""
+    if options.lora_rank is not None or options.lora_alpha is not None:
+        raise InputError(
+            "--lora-rank and --lora-alpha are for models of HuggingFace's: give --init such a "
+            "folder, or leave them out."
+        )
+
+
+def check_unchanged(size: str | None, changes: dict[str, Any]) -> None:
+    """InputError for options of a shape that the weights decide."""
+    given = [*(["--size"] if size is not None else []), *(f"--model.{name}" for name in changes)]
+    if given:
+        raise InputError(
+            f"{given[0].replace('_', '-')} is given, and the shape of a pretrained model is that "
+            "of its weights: leave it out."
         )
 
 
 def read_beginning(folder: Path) -> Beginning:
-    """What the run in this folder, or one that comes with entp, hands on; its own task need not be
-    at hand."""
+    """What the run in this folder, one that comes with entp, or a folder of HuggingFace's hands on;
+    the run's own task need not be at hand."""
     if not folder.is_dir() and str(folder) in pretrained.names():
         folder = pretrained.HERE / folder
     path = folder / "config.json"
     if not path.is_file():
-        raise InputError(
-            f"there is no run folder {folder} to begin with: give --init the --out of an `entp "
-            "train`, or an exported model."
-        )
+        raise InputError(f"there is no run folder {folder} to begin with: {ACCEPTED}.")
     try:
         data = upgrade_config(parse_json(path.read_text()))
     except ValueError as error:
         raise InputError(f"{path} cannot be read: {error}") from None
+    if isinstance(data, dict) and "model_type" in data and "model" not in data:
+        return FolderBeginning(folder)
+    if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
+        raise InputError(f"{path} describes no model: {ACCEPTED}.")
     model = model_from_json(data, str(path))
-    return Beginning(model, data.get("mode", "entp"), tokenizer_of_run(folder), data)
+    return RunBeginning(model, data.get("mode", "entp"), any_tokenizer_of_run(folder), data)
+
+
+def read_weights(source: Path, task: Task, model: AnyModelConfig) -> Any:
+    """The weights to begin with, for a run of this task and model."""
+    from entp.training.initialise import read_init
+
+    if isinstance(read_beginning(source), RunBeginning):
+        return read_init(source)
+    from entp.hf.beginning import like, read_pretrained
+
+    if isinstance(model, ModelConfig):
+        raise InputError(
+            f"{source} is of HuggingFace's and the run's model is not: train another run."
+        )
+    return read_pretrained(source, task, **like(model))

@@ -1,4 +1,7 @@
-"""`entp llm openai prepare|submit|status|evaluate`: GPT-4o fine-tuned on Count3 or Count2."""
+"""`entp llm openai prepare|submit|status|evaluate`: GPT-4o fine-tuned on Count3 or Count2.
+
+`entp llm convert FILE.gguf`: a model that is fine-tuned here, from a GGUF file.
+"""
 
 from __future__ import annotations
 
@@ -82,6 +85,17 @@ class EvaluateOptions:
     """Send it. It costs money."""
 
 
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Write the model and the tokenizer of a GGUF file as a folder in HuggingFace's format, for
+    --init."""
+
+    out: Path
+    """The new folder."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Of the weights in the folder. They are trained in fp32."""
+
+
 OPENAI: dict[str, type] = {
     "prepare": PrepareOptions,
     "submit": SubmitOptions,
@@ -91,12 +105,15 @@ OPENAI: dict[str, type] = {
 
 
 def llm_command(args: list[str]) -> int:
-    """llm openai [PART]: fine-tune GPT-4o on Count3 or Count2: prepare, submit, status, evaluate"""
+    """llm openai|convert: fine-tune GPT-4o on Count3 or Count2; read a GGUF file for --init"""
     if not args or args[0] in (*HELP, "--help-all"):
         print(part_list("llm openai", OPENAI, "prepare"))
+        print("\nentp llm convert FILE.gguf --out FOLDER: a GGUF file in HuggingFace's format")
         return 0
+    if args[0] == "convert":
+        return _convert(args[1:])
     if args[0] != "openai":
-        raise one_of("part of entp llm", args[0], ["openai"])
+        raise one_of("part of entp llm", args[0], ["openai", "convert"])
     part, words = part_of(args[1:], "llm openai", "part of entp llm openai", OPENAI, "prepare")
     if part == "prepare":
         return _prepare(parse(PrepareOptions, words, "entp llm openai prepare"))
@@ -108,6 +125,18 @@ def llm_command(args: list[str]) -> int:
     if part == "status":
         return _status(folder, parse(StatusOptions, words[1:], program))
     return _evaluate(folder, parse(EvaluateOptions, words[1:], program))
+
+
+def _convert(words: list[str]) -> int:
+    file = name_of(words, "GGUF file", [], "llm convert")
+    options = parse(ConvertOptions, words[1:], f"entp llm convert {file}")
+    from entp.hf import need_transformers
+
+    need_transformers()
+    from entp.hf.gguf import convert
+
+    print(f"next: entp train count-text --init {convert(file, options.out, options.precision)}")
+    return 0
 
 
 def _prepare(options: PrepareOptions) -> int:

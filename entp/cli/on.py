@@ -10,7 +10,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, TypeVar
 
-from entp.cli.begin import read_beginning
+from entp.cli.begin import RunBeginning, read_beginning
 from entp.cli.parse import named_task
 from entp.config import TECHNIQUE_CONFIGS, Run
 from entp.errors import InputError
@@ -37,6 +37,11 @@ def on_options(kind: type[Options], name: str, folder: str) -> Options:
     reads the run's tokens, and a task with an end is measured as a whole."""
     task = named_task(name)
     run = read_beginning(Path(folder))
+    if not isinstance(run, RunBeginning):
+        raise InputError(
+            f"{folder} is a model in HuggingFace's format, not a run: train it first, with `entp "
+            "train TASK --init`."
+        )
     first = run.own_task(task) or run.task(task)
     if first is None:
         raise InputError(f"--on {name}: a field of this task has no default.")

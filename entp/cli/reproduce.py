@@ -31,6 +31,9 @@ class ReproduceOptions:
     data: str | None = None
     """Other data for tasks that read files: a prepared corpus, a text, a folder. None: the
     recipe's."""
+    init: Path | None = None
+    """Folder of the pretrained weights, in HuggingFace's format, that some arms begin with. None:
+    no such arm is begun."""
     out: Path = Path("runs")
     """Folder for all recipes' runs."""
     record: Path | None = None
@@ -76,6 +79,7 @@ def reproduce_command(args: list[str]) -> int:
         record=options.record,
         max_minutes=options.max_minutes,
         baselines=options.baselines,
+        init=options.init,
     )
     files = [options.out / recipe.name, options.record]
     where = " and ".join(str(path) for path in files if path is not None)

@@ -16,16 +16,26 @@ from typing import Annotated, Any
 
 from entp.bench.options import Size
 from entp.cli.aliases import translate
-from entp.cli.begin import TASK_DECIDES, Beginning, read_beginning
+from entp.cli.begin import (
+    TASK_DECIDES,
+    Beginning,
+    adapters,
+    check_unchanged,
+    read_beginning,
+    read_weights,
+    refuse_adapters,
+)
 from entp.cli.derive import MISSING, about, given, optional, options_of
 from entp.cli.help import first_sentence, short_help
 from entp.cli.parse import HELP, name_of, named_task, parse
 from entp.config import (
     SIZES,
     TECHNIQUE_CONFIGS,
+    AnyModelConfig,
     Mode,
     ModelConfig,
     OptimConfig,
+    PretrainedConfig,
     Run,
     TrainConfig,
     model_for,
@@ -72,7 +82,13 @@ class TrainOptions:
     stays as it is."""
     init: Path | None = None
     """Begin with the best weights of the run in this folder, at step 0 with a new optimizer. Model,
-    mode and tokenizer are that run's; where the output head differs, it is new."""
+    mode and tokenizer are that run's; where the output head differs, it is new. Or a folder in
+    HuggingFace's format, such as a BERT's."""
+    lora_rank: int | None = None
+    """For a model of HuggingFace's: train LoRA adapters of this rank on all linear layers, and no
+    other weights. None: train all weights."""
+    lora_alpha: float | None = None
+    """Adapters count lora_alpha / lora_rank times. None: 8."""
 
 
 def train_command(args: list[str]) -> int:
@@ -93,10 +109,13 @@ def train_command(args: list[str]) -> int:
     options = _with_data(options, saved)
     run = run_of(options, saved, began)
     out = options.out or default_folder(run.task, run.mode)
-    from entp.training.initialise import read_init
+    from entp.experiments.step_time import long_step
     from entp.training.trainer import announce, train
 
-    init = None if options.init is None else read_init(options.init)
+    init = None if options.init is None else read_weights(options.init, run.task, run.model)
+    note = long_step(run, options.device)
+    if note and os.environ.get("RANK", "0") == "0":
+        print(note, file=sys.stderr)
     result = train(
         run, out, device=options.device, resume=options.resume, fork=options.fork, init=init
     )
@@ -194,10 +213,14 @@ def run_of(options: Any, saved: Run | None = None, began: Beginning | None = Non
     )
 
 
-def _model(options: Any, saved: Run | None, began: Beginning | None) -> ModelConfig:
+def _model(options: Any, saved: Run | None, began: Beginning | None) -> AnyModelConfig:
     changes = given(options.model)
     if began is not None:
-        return began.model_for(options.task, options.size, changes)
+        return began.model_for(options.task, options, changes)
+    if saved is not None and isinstance(saved.model, PretrainedConfig):
+        check_unchanged(options.size, changes)
+        return dataclasses.replace(saved.model, **adapters(options, saved.model))
+    refuse_adapters(options)
     if saved is None:
         return model_for(options.task, options.size or "small", **changes)
     if options.size is not None:

@@ -3,6 +3,7 @@
 from entp.config.mode import IMPLS, MODES, CurriculumMode, Impl, Mode
 from entp.config.model import SIZES, ModelConfig, model_for
 from entp.config.optim import OptimConfig
+from entp.config.pretrained import AnyModelConfig, PretrainedConfig, refit
 from entp.config.run import Run
 from entp.config.techniques import (
     TECHNIQUE_CONFIGS,
@@ -19,6 +20,7 @@ __all__ = [
     "MODES",
     "SIZES",
     "TECHNIQUE_CONFIGS",
+    "AnyModelConfig",
     "BatchScheduleConfig",
     "CurriculumConfig",
     "CurriculumMode",
@@ -28,8 +30,10 @@ __all__ = [
     "Mode",
     "ModelConfig",
     "OptimConfig",
+    "PretrainedConfig",
     "RandomTargetsConfig",
     "Run",
     "TrainConfig",
     "model_for",
+    "refit",
 ]

@@ -12,6 +12,7 @@ from typing import Any
 
 from entp.config.model import ModelConfig
 from entp.config.optim import OptimConfig
+from entp.config.pretrained import AnyModelConfig, PretrainedConfig
 from entp.config.run import Run
 from entp.config.techniques import TECHNIQUE_CONFIGS
 from entp.config.training import TrainConfig
@@ -70,6 +71,7 @@ def run_from_json(data: Any, where: str = "config") -> Run:
     Unknown keys and wrong types are errors that name the key, missing ones are defaults. A file
     never makes us import code: a task that is not built in must have been imported before.
     """
+    _refuse_huggingface(data, where)
     if (
         not isinstance(data, dict)
         or not isinstance(data.get("task"), dict)
@@ -84,7 +86,7 @@ def run_from_json(data: Any, where: str = "config") -> Run:
             f"{where} uses the task {name}, which is not built in: import it first (command line: "
             f"--task {name})."
         )
-    parts = {"task": task_class(name), "model": ModelConfig, "optim": OptimConfig}
+    parts = {"task": task_class(name), "model": _model_kind(data), "optim": OptimConfig}
     parts |= {"train": TrainConfig, **TECHNIQUE_CONFIGS}
     built: dict[str, Any] = {}
     for part, kind in parts.items():
@@ -99,12 +101,29 @@ def run_from_json(data: Any, where: str = "config") -> Run:
     return Run(**built, **data)
 
 
-def model_from_json(data: Any, where: str) -> ModelConfig:
+def _model_kind(data: dict[str, Any]) -> type:
+    """Which configuration the model of a run has."""
+    model = data.get("model")
+    is_pretrained = isinstance(model, dict) and "huggingface" in model
+    return PretrainedConfig if is_pretrained else ModelConfig
+
+
+def model_from_json(data: Any, where: str) -> AnyModelConfig:
     """The model's part of a configuration, whatever the rest says."""
+    _refuse_huggingface(data, where)
     if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
         raise InputError(f"{where} does not describe a model: it has no 'model'.")
     upgraded = upgrade_config({"model": data["model"]})
-    return _build("model", ModelConfig, upgraded["model"], where)
+    return _build("model", _model_kind(upgraded), upgraded["model"], where)
+
+
+def _refuse_huggingface(data: Any, where: str) -> None:
+    """InputError for the configuration of a model in HuggingFace's format."""
+    if isinstance(data, dict) and "model_type" in data and "model" not in data:
+        raise InputError(
+            f"{where} is of a model in HuggingFace's format ({data['model_type']}), not of a run: "
+            "load it with entp.hf.load, or train it with `entp train TASK --init FOLDER`."
+        )
 
 
 def _build(part: str, kind: type, values: Any, where: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from entp.errors import InputError, one_of
 from entp.fields import LARGEST, check_numbers, choice_problems, raise_problems
@@ -28,6 +28,9 @@ SIZES: dict[str, dict[str, int]] = {
 class ModelConfig:
     """The shape of a Transformer. The defaults are the paper's: GPT-2 with pre-LN, GELU and learned
     positions."""
+
+    builder: ClassVar[str] = "entp.model.transformer:Transformer"
+    """What makes the model."""
 
     vocab: int | None = None
     """Number of token ids. None: the inputs are vectors (see input_dim)."""
@@ -68,6 +71,9 @@ class ModelConfig:
     """Key and value heads, each shared by heads / kv_heads queries. None: as many as heads."""
     loops: int = 1
     """How many times the blocks run one after the other, with the same weights."""
+    causal_layers: int = 0
+    """The first layers that are causal in every mode. They run once for all prefixes of a
+    sequence, and tell the others the order of the tokens."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "model.")
@@ -94,6 +100,13 @@ class ModelConfig:
             )
         if not 1 <= self.loops <= 1000:
             problems.append(f"model.loops is {self.loops}: it must be at least 1, at most 1000")
+        if not 0 <= self.causal_layers < max(1, self.layers):
+            problems.append(
+                f"model.causal_layers is {self.causal_layers}: of {self.layers} layers 0 to "
+                f"{self.layers - 1} can be causal in every mode (all of them: use mode decoder)"
+            )
+        if self.causal_layers > 0 and self.loops > 1:
+            problems.append("model.causal_layers needs model.loops 1: a looped layer runs again")
         if (self.vocab is None) == (self.input_dim is None):
             problems.append("model needs exactly one of vocab (token ids) and input_dim (vectors)")
         if self.vocab is None and self.outputs is None:

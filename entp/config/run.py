@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass, field
 
 from entp.config.mode import Mode
-from entp.config.model import ModelConfig
 from entp.config.optim import OptimConfig
+from entp.config.pretrained import AnyModelConfig, PretrainedConfig
 from entp.config.techniques import (
     BatchScheduleConfig,
     CurriculumConfig,
@@ -29,7 +29,7 @@ class Run:
 
     task: Task
     """What is learned."""
-    model: ModelConfig
+    model: AnyModelConfig
     """The network."""
     mode: Mode = "entp"
     """entp, decoder or prefix-lm."""
@@ -86,7 +86,7 @@ class Run:
         problems += self._model_problems()
         problems += self._curriculum_problems()
         modes = [self.mode, self.curriculum.mode if self.curriculum else self.mode]
-        if "prefix-lm" in modes and self.task.prefix is None:
+        if "prefix-lm" in modes and not self.task.has_prefix:
             problems.append(
                 f"mode prefix-lm needs a task with a prefix, and {self.task.name} has none: use "
                 "entp or decoder"
@@ -123,6 +123,11 @@ class Run:
                     f"model.{name} is {getattr(self.model, name)} but {self.task.name} needs "
                     f"{needs.get(name)}"
                 )
+        if isinstance(self.model, PretrainedConfig) and self.optim.name == "muon":
+            problems.append(
+                "optim.name muon is for the blocks of entp.Transformer, not for HuggingFace's "
+                "models: use adamw"
+            )
         if self.task.loss == "squared_error" and self.model.outputs != 1:
             problems.append(
                 f"model.outputs is {self.model.outputs}: squared_error is of one number, so it "

@@ -130,7 +130,7 @@ class BpeTokenizer(Tokenizer):
     @cached_property
     def _library(self) -> Any:
         """The library's tokenizer, which takes the end token's name for ordinary text."""
-        library = _tokenizers()
+        library = load_library()
         try:
             found = library.Tokenizer.from_str(self._file.decode())
         except Exception as error:
@@ -182,7 +182,7 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
             f"vocab is {vocab}: BPE has at least {SMALLEST_BPE} tokens, one for each byte and the "
             "end token."
         )
-    library = _tokenizers()
+    library = load_library()
     found = _library_bpe({}, [])
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab,
@@ -196,7 +196,7 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
 
 def _library_bpe(vocab: dict[str, int], merges: list[Any]) -> Any:
     """A tokenizer of the library like GPT-2's, with these tokens and merges."""
-    library = _tokenizers()
+    library = load_library()
     try:
         model = library.models.BPE(vocab=vocab, merges=merges)
     except Exception as error:
@@ -209,7 +209,7 @@ def _library_bpe(vocab: dict[str, int], merges: list[Any]) -> Any:
     return found
 
 
-def _tokenizers() -> Any:
+def load_library() -> Any:
     """The `tokenizers` library."""
     try:
         import tokenizers

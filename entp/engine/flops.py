@@ -26,7 +26,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from entp.config import ModelConfig
+from entp.config import AnyModelConfig, ModelConfig
+from entp.errors import InputError
 
 STEP = 3
 """A training step in forward passes: itself, and twice as much backward."""
@@ -48,7 +49,7 @@ class Flops:
         return self.linear + self.attention + self.readout
 
 
-def reference_flops(config: ModelConfig, target_mask: Tensor) -> Flops:
+def reference_flops(config: AnyModelConfig, target_mask: Tensor) -> Flops:
     """A training step of the paper's loop: every target's prefix through all layers."""
     lengths = _lengths(target_mask)
     rows, squares = sum(lengths), sum(m * m for m in lengths)
@@ -57,7 +58,7 @@ def reference_flops(config: ModelConfig, target_mask: Tensor) -> Flops:
     return _step(config, linear, attention, rows, len(lengths))
 
 
-def decoder_flops(config: ModelConfig, target_mask: Tensor) -> Flops:
+def decoder_flops(config: AnyModelConfig, target_mask: Tensor) -> Flops:
     """A training step of the decoder: every token through all layers, outputs at targets."""
     batch, time = target_mask.shape
     linear = config.depth * sum(_block(config)) * batch * time
@@ -65,27 +66,34 @@ def decoder_flops(config: ModelConfig, target_mask: Tensor) -> Flops:
     return _step(config, linear, attention, batch * time, len(_lengths(target_mask)))
 
 
-def engine_flops(config: ModelConfig, target_mask: Tensor) -> Flops:
+def engine_flops(config: AnyModelConfig, target_mask: Tensor) -> Flops:
     """A training step of the exact engine, `packed` or `triton` (docs/engine.md)."""
-    if config.depth == 1:  # ENTP is the decoder
+    causal = config.causal_layers
+    if config.depth - causal == 1:  # ENTP is the decoder
         return decoder_flops(config, target_mask)
     lengths = _lengths(target_mask)
-    width, middle = config.width, config.depth - 2
+    width, middle = config.width, config.depth - causal - 2
     rows, squares, prefixes = sum(lengths), sum(m * m for m in lengths), len(lengths)
     longest = max(lengths, default=0)
     tokens = target_mask.shape[0] * longest
     qkv, rest = _block(config)
     last_linear, last_attention = _last_layer(config, rows, prefixes)
-    # Layer 1: q, k, v per token, the rest per row. Middle: all per row.
+    # Causal layers: all per token. Layer 1: q, k, v per token, the rest per row. Middle: all per
+    # row.
     linear = qkv * tokens + rest * rows + middle * (qkv + rest) * rows + last_linear
-    first = 2 * width * tokens * longest
+    linear += causal * (qkv + rest) * tokens
+    first = 2 * (1 + causal) * width * tokens * longest
     attention = first + 2 * middle * width * squares + last_attention
     return _step(config, linear, attention, tokens, prefixes)
 
 
-def token_flops(config: ModelConfig, length: int, mode: str) -> Flops:
+def token_flops(config: AnyModelConfig, length: int, mode: str) -> Flops:
     """Generation of token number `length` with the cache of its mode, entp or decoder."""
     width, layers = config.width, config.depth
+    if config.causal_layers:
+        raise InputError(
+            "a model with model.causal_layers has no cache: nothing is counted for one."
+        )
     qkv, rest = _block(config)
     if mode == "decoder" or layers == 1:
         linear, attention = layers * (qkv + rest), 2 * layers * width * length
@@ -98,7 +106,7 @@ def token_flops(config: ModelConfig, length: int, mode: str) -> Flops:
     return Flops(2 * linear, 2 * attention, 2 * width * _outputs(config))
 
 
-def _block(config: ModelConfig) -> tuple[int, int]:
+def _block(config: AnyModelConfig) -> tuple[int, int]:
     """Multiply-adds per row of a block's linear layers: q, k, v, and what follows attention."""
     width, size = config.width, config.width // config.heads
     gates = 2 if config.activation == "swiglu" else 1
@@ -106,7 +114,7 @@ def _block(config: ModelConfig) -> tuple[int, int]:
     return qkv, width**2 + (gates + 1) * width * config.hidden
 
 
-def _last_layer(config: ModelConfig, rows: int, prefixes: int) -> tuple[int, int]:
+def _last_layer(config: AnyModelConfig, rows: int, prefixes: int) -> tuple[int, int]:
     """Multiply-adds of the last block's linear layers and attention.
 
     All but keys and values are computed for each prefix only.
@@ -114,12 +122,13 @@ def _last_layer(config: ModelConfig, rows: int, prefixes: int) -> tuple[int, int
     the scores.
     """
     qkv, rest = _block(config)
-    if config.position_embedding in ("rotary", "relative"):
+    moved = isinstance(config, ModelConfig)  # nothing reads the weights of HuggingFace's modules
+    if not moved or config.position_embedding in ("rotary", "relative"):
         return qkv * rows + rest * prefixes, 2 * config.width * rows
     return (3 * config.width**2 + rest) * prefixes, 2 * config.heads * config.width * rows
 
 
-def _step(config: ModelConfig, linear: int, attention: int, read: int, prefixes: int) -> Flops:
+def _step(config: AnyModelConfig, linear: int, attention: int, read: int, prefixes: int) -> Flops:
     """A step's operations, from the multiply-adds of the blocks' forward pass.
 
     read: vectors that are read in; prefixes: rows that are read out.
@@ -130,7 +139,7 @@ def _step(config: ModelConfig, linear: int, attention: int, read: int, prefixes:
     return Flops(2 * (STEP * linear + read_in), 2 * STEP * attention, 2 * readout)
 
 
-def _outputs(config: ModelConfig) -> int:
+def _outputs(config: AnyModelConfig) -> int:
     return config.outputs or config.vocab or 0
 
 

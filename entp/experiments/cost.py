@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entp.config import Run
+from entp.config import PretrainedConfig, Run
 from entp.engine.flops import decoder_flops, engine_flops
 from entp.tasks.base import IGNORE, Batch
 from entp.training.distributed import World
@@ -29,8 +29,10 @@ SAMPLE = 64
 
 def flops_by(run: Run, steps: Sequence[int]) -> list[float] | None:
     """Operations of training before each of these steps; None where nobody knows: targets that are
-    sampled by their errors are as many as the errors ask for, and a task may be unable to draw."""
-    if run.importance is not None or not steps:
+    sampled by their errors are as many as the errors ask for, LoRA leaves most weights without
+    gradients, and a task may be unable to draw."""
+    lora = isinstance(run.model, PretrainedConfig) and run.model.lora_rank > 0
+    if run.importance is not None or lora or not steps:
         return None
     try:
         return _flops_by(run, steps)

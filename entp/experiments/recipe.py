@@ -16,8 +16,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from entp.config import Run
+from entp.config import PretrainedConfig, Run, refit
 from entp.config.json import config_hash
 from entp.errors import InputError
 from entp.experiments import RECIPES
@@ -96,7 +97,28 @@ class Arm:
     def with_data(self, data: str) -> Arm:
         """The arm with a task that reads other files, and a model that fits it."""
         task = self.run.task.with_data(data)
-        run = replace(self.run, task=task, model=replace(self.run.model, **task.model_needs()))
+        run = replace(self.run, task=task, model=refit(self.run.model, task.model_needs()))
+        return Arm(
+            run,
+            self.seeds,
+            self.paper,
+            authors=self.authors,
+            begins=self.begins,
+            **self.factors,
+        )
+
+    def with_init(self, folder: Path) -> Arm:
+        """The arm with the model, and if it begins with weights the weights, of a folder in
+        HuggingFace's format; an arm of another model as it is."""
+        model = self.run.model
+        if not isinstance(model, PretrainedConfig):
+            return self
+        from entp.hf.beginning import like, read_pretrained
+
+        task = self.run.task.for_model(folder)
+        init = read_pretrained(folder, task, **like(model))
+        name = init.name if self.run.init else ""
+        run = replace(self.run, task=task, model=init.model, init=name)
         return Arm(
             run,
             self.seeds,
@@ -174,7 +196,13 @@ class ArmRun:
     @property
     def hash(self) -> str:
         """The run's identity: equal runs have equal ones, under any label."""
-        return config_hash(self.run) + (config_hash(self.source.run) if self.source else "")
+        begun = config_hash(self.source.run) if self.source else self.run.init
+        return config_hash(replace(self.run, init="")) + begun
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether it begins with weights of HuggingFace's, which `--init` names."""
+        return bool(self.run.init) and self.source is None
 
 
 @dataclass(frozen=True)
@@ -226,6 +254,9 @@ class Recipe:
     its own."""
     prepare: str = ""
     """The command that makes the data of its tasks, where they read files."""
+    weights: str = ""
+    """Where the weights in HuggingFace's format are from that arms whose run has an `init` begin
+    with; `--init` names their folder."""
     source: Recipe | None = None
     """The recipe with the arms that arms of this one begin with; what is missing of it is trained
     first."""
@@ -273,6 +304,14 @@ class Recipe:
     def with_data(self, data: str) -> Recipe:
         """The recipe on other data, where its tasks read files."""
         return replace(self, arms=[arm.with_data(data) for arm in self.arms])
+
+    def with_init(self, folder: Path) -> Recipe:
+        """The recipe with the pretrained model of a folder in HuggingFace's format."""
+        if not any(isinstance(arm.run.model, PretrainedConfig) for arm in self.arms):
+            raise InputError(
+                f"{self.name} has no arm of a pretrained model: leave --init {folder} out."
+            )
+        return replace(self, arms=[arm.with_init(folder) for arm in self.arms])
 
     def _source_of(self, arm: Arm, seed: int) -> ArmRun | None:
         """The run that a seed of an arm begins with."""

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from entp.config import Run
+from entp.config import PretrainedConfig, Run
 from entp.errors import DeviceFailed, InputError, TrainingStopped, one_of
 from entp.experiments.collect import (
     Kept,
@@ -43,6 +43,7 @@ from entp.report.figures import draw_record
 from entp.results.schema import BaselineRecord, Record, TotalsData
 from entp.results.store import read_record, write_record
 from entp.tasks.base import Split
+from entp.training.checkpoint import newest
 from entp.training.distributed import World, pick_device
 from entp.training.evaluate import evaluate_baseline
 from entp.training.initialise import Init, read_init
@@ -67,6 +68,8 @@ class Resources(NamedTuple):
     """Most training time of each."""
     environment: Mapping[str, str] | None = None
     """Variables of the processes that carry them out, where there are several."""
+    init: Path | None = None
+    """The folder of the weights that some begin with."""
 
 
 class Outcome(Record):
@@ -87,6 +90,7 @@ def reproduce(
     record: Path | None = None,
     max_minutes: float | None = None,
     baselines: bool = True,
+    init: Path | None = None,
 ) -> Outcome:
     """Train the arms that are not finished, or `only` some, or those of one seed, and write what
     came out. Returns the results.
@@ -104,7 +108,9 @@ def reproduce(
     baselines: after the runs, let the baselines answer test sequences whose answers are not
         recorded yet. They need no GPU, and slow ones take minutes: False leaves them for another
         call.
+    init: a folder in HuggingFace's format, for arms of a pretrained model.
     """
+    recipe = recipe if init is None else recipe.with_init(init)
     check_recipe(recipe)
     _check(recipe, only, seed, jobs, max_minutes)
     folders = runs / (recipe.folder or recipe.name)
@@ -115,13 +121,14 @@ def reproduce(
     study.keep_what_is_left_out(len(kept))
     arms = [arm for arm in recipe.runs(only, seed) if study.is_to_do(arm, kept)]
     _check_data(recipe, arms)
+    _check_weights(recipe, arms, study.folders, init)
     options = {"device": device, "jobs": jobs, "max_minutes": max_minutes}
     stopped = _train_sources(recipe.source, arms, runs, **options)
     if stopped:
         return Outcome(**dict(study.write()), stopped_by=stopped)
     found, failed = study.write(), {}
     with shared_device(arms, device, jobs) as (jobs, shared):
-        resources = Resources(study.folders, device, jobs, max_minutes, shared.environment)
+        resources = Resources(study.folders, device, jobs, max_minutes, shared.environment, init)
         if jobs > 1:
             arms = longest_first(arms, study.folders)
         with closing(_run_all(arms, resources)) as endings:
@@ -149,6 +156,19 @@ def _check_data(recipe: Recipe, arms: Sequence[ArmRun]) -> None:
             raise InputError(f"{error}{made}") from None
     if arms and recipe.test_on is not None:
         recipe.test_on.split_batches("test", 1)
+
+
+def _check_weights(
+    recipe: Recipe, arms: Sequence[ArmRun], folders: Path, init: Path | None
+) -> None:
+    """InputError if arms begin with weights that nobody gave, before anything is trained."""
+    for arm in arms:
+        if arm.needs_weights and init is None and newest(find_folder(arm, folders)) is None:
+            told = f" {recipe.weights}" if recipe.weights else ""
+            raise InputError(
+                f"{arm.name} begins with pretrained weights: give --init with their folder, or "
+                f"leave the arm out with --only.{told}"
+            )
 
 
 def _train_sources(
@@ -427,7 +447,7 @@ def run_arm(arm: ArmRun, resources: Resources, quiet: bool = False) -> int | Non
     if before is None or not before.done:
         run = _limited(arm.run, resources.max_minutes)
         begun = (folder / "config.json").exists()
-        init = _beginning(arm, resources.root)
+        init = _beginning(arm, resources)
         result = train(run, folder, device=resources.device, resume=begun, init=init, quiet=quiet)
         if result.stopped_by:
             return result.stopped_by
@@ -438,8 +458,13 @@ def run_arm(arm: ArmRun, resources: Resources, quiet: bool = False) -> int | Non
     return None
 
 
-def _beginning(arm: ArmRun, root: Path) -> Init | None:
-    """The best weights of the run that an arm begins with."""
+def _beginning(arm: ArmRun, resources: Resources) -> Init | None:
+    """The best weights of the run that an arm begins with, or those of HuggingFace's."""
+    root, model = resources.root, arm.run.model
+    if arm.needs_weights and resources.init is not None and isinstance(model, PretrainedConfig):
+        from entp.hf.beginning import like, read_pretrained
+
+        return read_pretrained(resources.init, arm.run.task, **like(model))
     if arm.source is None:
         return None
     found = read_folder(arm.source, root.parent / arm.source_folder)

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from entp.experiments.collect import read_test, write_test
 from entp.experiments.orders import variance_over_orders
 from entp.experiments.recipe import ArmRun
-from entp.model import Transformer
 from entp.results.bootstrap import Scored, bootstrap
 from entp.results.schema import PERMUTED, Bootstrap, RunTest, TotalsData
 from entp.tasks.base import Batch, Split, Task
@@ -36,7 +36,7 @@ def measure_best(arm: ArmRun, folder: Path, device: torch.device, concurrent: in
         return
     how, model = Forward.of(run), load(best, device=device)
 
-    def totals(model: Transformer, split: Split = "test") -> TotalsData:
+    def totals(model: Any, split: Split = "test") -> TotalsData:
         some = batches_of(arm, split)
         return TotalsData.of(evaluate(model, arm.test_task, some, how, device=device))
 
@@ -78,14 +78,14 @@ def batches_of(arm: ArmRun, split: Split, generated: bool = False) -> Iterator[B
     return split_batches(run.task, split, count, run.batch_size, seed)
 
 
-def _permuted(arm: ArmRun, model: Transformer, how: Forward, device: torch.device) -> TotalsData:
+def _permuted(arm: ArmRun, model: Any, how: Forward, device: torch.device) -> TotalsData:
     """The variance of the answers over orders of the examples."""
     task, seed, some = arm.run.task, arm.run.seed, batches_of(arm, "test")
     found = variance_over_orders(model, task, some, how, arm.test_orders, seed=seed, device=device)
     return TotalsData.of(found)
 
 
-def _bootstrap(arm: ArmRun, model: Transformer, how: Forward, device: torch.device) -> Bootstrap:
+def _bootstrap(arm: ArmRun, model: Any, how: Forward, device: torch.device) -> Bootstrap:
     """Intervals of the test by resampling its sequences."""
     scored, some = _Scores(arm.test_task), batches_of(arm, "test")
     evaluate(model, scored, some, how, device=device)  # type: ignore[arg-type]

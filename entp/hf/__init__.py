@@ -28,16 +28,19 @@ def load(
 ) -> PretrainedModel:
     """A pretrained GPT-2, BERT, RoBERTa, MPNet or Llama as a model for `entp.predict`.
 
-    source: a folder in HuggingFace's format, or with download=True a name on its hub.
+    source: a folder in HuggingFace's format, a .gguf file of a Llama, or with download=True a name
+        on the hub.
     dropout: keep the model's dropout. In training, only the reference is exact with it.
     dtype: of the weights; None for float32.
     """
     need_transformers()
     import torch
 
-    from entp.hf import loading
+    from entp.hf import gguf, loading
 
     kind = torch.float32 if dtype is None else dtype
+    if gguf.is_gguf(source):
+        return gguf.load(Path(source).expanduser(), kind)
     return loading.load(source, download=download, dropout=dropout, dtype=kind)
 
 

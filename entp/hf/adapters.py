@@ -175,28 +175,59 @@ class PretrainedModel(nn.Module):
         return getattr(self.network, self.head_name)(h)
 
     @torch.no_grad()
-    def keep_tokens(self, tokens: Sequence[int]) -> None:
-        """Drop all other tokens. Token i of the model is then what was tokens[i]."""
+    def keep_tokens(self, tokens: Sequence[int], new: int = 0) -> None:
+        """Drop all other tokens. Token i of the model is then what was tokens[i].
+
+        new: further tokens, each with the mean of those that are kept.
+        """
         kept = torch.as_tensor(list(tokens))
         outputs, inputs = self.network.get_output_embeddings(), self.network.get_input_embeddings()
-        table = nn.Embedding.from_pretrained(inputs.weight[kept].clone(), freeze=False)
+        table = nn.Embedding.from_pretrained(_some(inputs.weight, kept, new), freeze=False)
         self.network.set_input_embeddings(table)
-        self.config.vocab_size = len(kept)
+        self.config.vocab_size = len(kept) + new
         if self.head is not None:
             self.head = _tied_head(self.network)
         else:
             tied = outputs.weight is inputs.weight
-            fewer = _rows_of(outputs, kept, table if tied else None)
+            fewer = _rows_of(outputs, kept, new, table if tied else None)
             self.network.set_output_embeddings(fewer)
             _share_bias(self.network, outputs, fewer)
 
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        """Every weight once: one that is tied has its first name alone."""
+        found = super().state_dict(*args, **options)
+        for name in self._tied():
+            found.pop(f"{options.get('prefix', '')}{name}", None)
+        return found
 
-def _rows_of(layer: nn.Linear, kept: Tensor, tied: nn.Embedding | None) -> nn.Linear:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """Tied weights are found under their first name too."""
+        for name, first in self._tied().items():
+            if f"{prefix}{first}" in state_dict:
+                state_dict.setdefault(f"{prefix}{name}", state_dict[f"{prefix}{first}"])
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _tied(self) -> dict[str, str]:
+        """Further names of weights, and the first name of each."""
+        first: dict[Tensor, str] = {}
+        named = self.named_parameters(remove_duplicate=False)
+        found = {name: first.setdefault(p, name) for name, p in named}
+        return {name: one for name, one in found.items() if name != one}
+
+
+def _some(rows: Tensor, kept: Tensor, new: int) -> Tensor:
+    """Some rows, and so many times their mean."""
+    some = rows[kept]
+    return torch.cat([some, some.mean(0, keepdim=True).expand(new, *some.shape[1:])])
+
+
+def _rows_of(layer: nn.Linear, kept: Tensor, new: int, tied: nn.Embedding | None) -> nn.Linear:
     """Some rows of an output layer, or those of the embedding that it is tied to."""
-    fewer = nn.Linear(layer.in_features, len(kept), bias=layer.bias is not None, device="meta")
-    fewer.weight = nn.Parameter(layer.weight[kept].clone()) if tied is None else tied.weight
+    count = len(kept) + new
+    fewer = nn.Linear(layer.in_features, count, bias=layer.bias is not None, device="meta")
+    fewer.weight = nn.Parameter(_some(layer.weight, kept, new)) if tied is None else tied.weight
     if layer.bias is not None:
-        fewer.bias = nn.Parameter(layer.bias[kept].clone())
+        fewer.bias = nn.Parameter(_some(layer.bias, kept, new))
     return fewer
 
 

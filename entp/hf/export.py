@@ -10,6 +10,7 @@ GPT2LMHeadModel.from_pretrained("first-gpt2")
 from __future__ import annotations
 
 import contextlib
+import copy
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entp.config import ModelConfig, Run
+from entp.config import ModelConfig, PretrainedConfig, Run
 from entp.data.tokenizers import END, TOKENIZER, ByteTokenizer, _byte_alphabet
 from entp.errors import InputError
 from entp.files import json_bytes, write_folder
+from entp.hf.loading import MASKED
 from entp.model import Transformer
 from entp.training.checkpoint import load_run
 from entp.training.export import DTYPES, check_new, measure
@@ -53,11 +55,38 @@ def export_hf(
     check_new(out)
     refuse(load_run(source, checkpoint), format)
     model, run, made = measure(source, checkpoint, dtype, test_sequences, data, device)
-    convert = to_hf if format == "hf" else to_gpt2
-    found = convert(model, run).to(DTYPES[dtype])
-    files = {**_saved(found, run, shard_mib), "made.json": json_bytes(made)}
-    write_folder(out, {**files, "README.md": _readme(format, run).encode()})
+    more = {"made.json": json_bytes(made)}
+    if isinstance(run.model, PretrainedConfig):
+        network = merged(model.network).to(DTYPES[dtype])
+        own = {name: file for name, file in run.task.files().items() if name == TOKENIZER}
+        files = {**_saved(network, None, shard_mib), **own}
+        name = _auto_name(run.model)
+    else:
+        convert = to_hf if format == "hf" else to_gpt2
+        files = _saved(convert(model, run).to(DTYPES[dtype]), make_tokenizer(run), shard_mib)
+        name = "GPT2LMHeadModel" if format == "gpt2" else "AutoModelForCausalLM"
+    flag = ", trust_remote_code=True" if any(name.endswith(".py") for name in files) else ""
+    readme = _readme(name, flag, format, run).encode()
+    write_folder(out, {**files, **more, "README.md": readme})
     return made
+
+
+def merged(network: Any) -> Any:
+    """A network of HuggingFace's with its LoRA adapters added to its weights."""
+    found = copy.deepcopy(network).cpu()
+    for name, module in list(found.named_modules()):
+        if hasattr(module, "merge") and hasattr(module, "get_base_layer"):
+            module.merge()
+            parent, _, last = name.rpartition(".")
+            setattr(found.get_submodule(parent), last, module.get_base_layer())
+    return found
+
+
+def _auto_name(model: PretrainedConfig) -> str:
+    """The class of transformers that loads what a run trained."""
+    if model.head == "embedding":
+        return "AutoModel"
+    return "AutoModelForMaskedLM" if model.model_type in MASKED else "AutoModelForCausalLM"
 
 
 def needs_transformers() -> None:
@@ -93,8 +122,12 @@ def refuse(run: Run, format: Literal["hf", "gpt2"]) -> None:
 def _problems(run: Run) -> list[str]:
     """Why a run is no causal language model of HuggingFace."""
     model = run.model
+    if isinstance(model, PretrainedConfig):
+        return _pretrained_problems(model)
     if model.vocab is None:
         return ["it reads vectors, not tokens"]
+    if model.causal_layers:
+        return [f"its first layers are causal in every mode (causal_layers {model.causal_layers})"]
     if model.outputs is not None:
         return [f"it has {model.outputs} outputs of its own instead of the vocabulary's"]
     if run.task.position_ids(np.zeros((1, 2), dtype=np.int64)) is not None:
@@ -102,9 +135,17 @@ def _problems(run: Run) -> list[str]:
     return []
 
 
+def _pretrained_problems(model: PretrainedConfig) -> list[str]:
+    if model.head != "linear":
+        return []
+    return [f"no class of HuggingFace's has its new head of {model.outputs or model.vocab} outputs"]
+
+
 def _gpt2_problems(run: Run) -> list[str]:
     """Why GPT-2 cannot compute what the run's model does."""
     model = run.model
+    if isinstance(model, PretrainedConfig):
+        return [f"it trained a model of type {model.model_type}, which --format hf writes"]
     wrong = {
         f"its mode is {run.mode}, and GPT-2 is a decoder": run.mode != "decoder",
         f"model.norm is {model.norm}": model.norm != "layer",
@@ -214,9 +255,8 @@ def _with_weights(found: Any, weights: dict[str, Tensor]) -> Any:
     return found.eval()
 
 
-def _saved(found: Any, run: Run, shard_mib: float | None) -> dict[str, bytes]:
-    """The files that transformers writes for a model and its tokenizer."""
-    tokenizer = make_tokenizer(run)
+def _saved(found: Any, tokenizer: Any, shard_mib: float | None) -> dict[str, bytes]:
+    """The files that transformers writes for a model and its tokenizer, if there is one."""
     with tempfile.TemporaryDirectory() as folder, _no_progress_bars():
         size = {} if shard_mib is None else {"max_shard_size": int(shard_mib * 2**20)}
         found.save_pretrained(folder, **size)
@@ -277,10 +317,8 @@ def _byte_tokenizer() -> bytes:
     return found.to_str().encode()
 
 
-def _readme(format: str, run: Run) -> str:
-    """What the folder is and how it is loaded."""
-    name = "GPT2LMHeadModel" if format == "gpt2" else "AutoModelForCausalLM"
-    flag = "" if format == "gpt2" else ", trust_remote_code=True"
+def _readme(name: str, flag: str, format: str, run: Run) -> str:
+    """What the folder is and how it is loaded: by the class `name` with the argument `flag`."""
     return f"""# {run.task.name}, mode {run.mode}
 
 ```python

@@ -54,11 +54,11 @@ class EntpLM(TemplateLM):
         where, told = pick_device(device or "auto", World()), load_run(folder)
         name = tokenizer_of_run(folder)
         self.model, self.text = load(folder, device=where), find_tokenizer(name)
-        _check_model(self.model.config, name, run)
+        _check_model(told.model, name, run)
         how = dataclasses.replace(Forward.of(told, mode or told.mode), impl=impl)
         _check_mode(how.mode)
         self.scorer = Scorer(self.model, how, where, _rows(batch_size))
-        self.max_length, self.stride = int(self.model.config.context_length), _stride(stride, told)
+        self.max_length, self.stride = int(told.model.context_length), _stride(stride, told)
         self.told = told
 
     @property

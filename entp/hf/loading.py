@@ -16,6 +16,7 @@ from entp.hf.adapters import PretrainedModel, check_config, wrap
 
 MASKED = ("bert", "roberta", "xlm-roberta", "mpnet")
 """Types of models that were trained to fill in masked tokens."""
+NEEDS = "A folder needs config.json and the weights in model.safetensors."
 DROPOUT = (
     "attention_dropout",
     "attention_probs_dropout_prob",
@@ -33,11 +34,11 @@ def load(
     """A pretrained model of the engine's protocol: see `entp.hf.load`."""
     transformers = need_transformers()
     place, local = _find(source, download)
-    with _quiet(transformers), _readable_errors(place):
+    with quiet(transformers), readable_errors(place):
         config = transformers.AutoConfig.from_pretrained(place, local_files_only=local)
         check_config(config)
         if not dropout:
-            _turn_dropout_off(config)
+            turn_dropout_off(config)
         network, report = _auto_class(transformers, config).from_pretrained(
             place,
             config=config,
@@ -78,7 +79,7 @@ def _check_name(source: str | Path, download: bool) -> str:
     return source
 
 
-def _turn_dropout_off(config: Any) -> None:
+def turn_dropout_off(config: Any) -> None:
     for name in DROPOUT:
         if hasattr(config, name):
             setattr(config, name, 0.0)
@@ -107,7 +108,7 @@ def _with_its_weights(network: Any, report: dict[str, Any], place: str) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
+def quiet(transformers: Any) -> Iterator[None]:
     """Without the library's reports on heads, which load() makes itself."""
     logging = transformers.utils.logging
     before, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -122,15 +123,12 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _readable_errors(place: str) -> Iterator[None]:
-    """The library's errors about files and names as InputErrors."""
+def readable_errors(place: str, needs: str = NEEDS) -> Iterator[None]:
+    """The library's errors about files and names as InputErrors, which say what is needed."""
     try:
         yield
     except InputError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise InputError(
-            f"{place} cannot be loaded: {first} A folder needs config.json and the weights in "
-            "model.safetensors."
-        ) from error
+        raise InputError(f"{place} cannot be loaded: {first} {needs}") from error

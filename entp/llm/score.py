@@ -39,7 +39,7 @@ def score_texts(task: Counting, sequences: np.ndarray, texts: Sequence[str]) -> 
         )
     answers = [parse_answer(text, task.length) for text in texts]
     formed = np.array([answer.well_formed for answer in answers])
-    grid = np.array([_padded(answer.integers, task.length) for answer in answers])
+    grid = np.array([padded(answer.integers, task.length) for answer in answers])
     batch = batch_of(task, sequences)
     got = Predicted(grid[:, 1:][batch.target_mask], None)
     ones = np.ones(len(texts))
@@ -76,6 +76,6 @@ def summary(totals: Totals) -> dict[str, Any]:
     }
 
 
-def _padded(integers: list[int], length: int) -> list[int]:
+def padded(integers: list[int], length: int) -> list[int]:
     """So many integers: the first ones, or all and MISSING."""
     return (integers + [MISSING] * length)[:length]

@@ -18,6 +18,7 @@ from entp.report.tables import (
     TableText,
     about_bins,
     about_equal,
+    about_reach,
     about_splits,
     about_versus,
     arms_table,
@@ -27,6 +28,7 @@ from entp.report.tables import (
     escape,
     grid_table,
     markdown_table,
+    reach_table,
     seeds_table,
     slice_tables,
     splits_table,
@@ -142,6 +144,7 @@ def _tables(record: Record) -> list[str]:
     for title, table in {
         about_versus(record): versus_table(record),
         about_equal(record): equal_table(record),
+        about_reach(record): reach_table(record),
         about_bins(record): bins_table(record),
         **titled,
         about_splits(record): splits_table(record),

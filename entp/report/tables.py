@@ -6,6 +6,7 @@ A table is a head and rows of plain texts; `format_table` prints it, `markdown_t
 from __future__ import annotations
 
 import html
+import math
 import re
 import statistics
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,7 @@ from entp.results.summary import (
     sources_of,
     splits_of,
     status,
+    until,
     values_of,
     values_within,
 )
@@ -42,6 +44,8 @@ from entp.stats import welch_interval, welch_test
 from entp.terminal import format_table
 
 NONE = "-"
+REACH_AXES = ("steps", "seconds")
+"""What training is counted in up to a value."""
 MOST_BINS = 20
 """Bins of a slice that a table shows; of more, only the figure tells."""
 COLUMNS: dict[Source, str] = {
@@ -59,8 +63,8 @@ class TableText(NamedTuple):
 
 def record_table(record: Record) -> str:
     """The table paper | ours for the terminal, the verdict, the arms that differ in one factor
-    compared over seeds, and the tables of bins and of further splits; a dash where there is no
-    number."""
+    compared over seeds, and the tables of training needed, of bins and of further splits; a dash
+    where there is no number."""
     shown = arms_table(record, brief=True)
     parts = [format_table(shown.head, shown.rows)]
     if record.verdict is not None:
@@ -70,6 +74,7 @@ def record_table(record: Record) -> str:
     for about, table in (
         (about_versus(record), versus_table(record)),
         (about_equal(record), equal_table(record)),
+        (about_reach(record), reach_table(record)),
         (about_bins(record), bins_table(record)),
         (about_splits(record), splits_table(record)),
     ):
@@ -86,6 +91,8 @@ def arms_table(record: Record, brief: bool = False) -> TableText:
     first = record.metrics[0]
     told = {name for arm in record.arms.values() for name in arm.paper}
     parts = {m.name: _parts(m.name in told, brief) for m in record.metrics}
+    written = _written(record)
+    parts |= {metric.name: [] for metric in written if not _has(record, metric, "test")}
     head = ["arm", "status", "seeds", "steps", "seconds"]
     for metric in record.metrics:
         head += [f"{_title(metric)}: {part}" for part in parts[metric.name]]
@@ -93,8 +100,23 @@ def arms_table(record: Record, brief: bool = False) -> TableText:
     level = "" if _is_resampled(record) else "95 % "
     head += [f"{level}interval of test {_title(first)}"]
     head += [COLUMNS[source].format(_title(first)) for source in more]
-    rows = [_arm_row(record, label, parts, more) for label in record.arms]
+    head += [COLUMNS["generated"].format(_title(metric)) for metric in written]
+    rows = [_arm_row(record, label, parts, more, written) for label in record.arms]
     return TableText(head, rows)
+
+
+def _written(record: Record) -> list[MetricSpec]:
+    """Further metrics of generated answers, where one of them is of nothing else: those of text
+    that a model writes."""
+    found = [metric for metric in record.metrics[1:] if _has(record, metric, "generated")]
+    alone = [metric for metric in found if not _has(record, metric, "test")]
+    return found if alone else []
+
+
+def _has(record: Record, metric: MetricSpec, source: Source) -> bool:
+    """Whether a run has values of a metric."""
+    arms = record.arms.values()
+    return any(values_of(record, arm, metric.name, source) for arm in arms)
 
 
 def _is_resampled(record: Record) -> bool:
@@ -115,7 +137,11 @@ def _parts(told: bool, brief: bool) -> list[str]:
 
 
 def _arm_row(
-    record: Record, label: str, parts: dict[str, list[str]], more: list[Source]
+    record: Record,
+    label: str,
+    parts: dict[str, list[str]],
+    more: list[Source],
+    written: list[MetricSpec],
 ) -> list[str]:
     arm, first = record.arms[label], record.metrics[0]
     row = [label, status(arm), str(len(arm.runs))]
@@ -129,7 +155,8 @@ def _arm_row(
         }
         row += [texts[part] for part in parts[metric.name]]
     row.append(interval_text(estimate(record, arm, first.name), first))
-    return row + [mean_text(estimate(record, arm, first.name, s), first) for s in more]
+    row += [mean_text(estimate(record, arm, first.name, s), first) for s in more]
+    return row + [mean_text(estimate(record, arm, m.name, "generated"), m) for m in written]
 
 
 def span(values: list[int]) -> str:
@@ -299,6 +326,40 @@ def about_splits(record: Record) -> str:
     if PERMUTED in splits_of(record.arms.values()):
         text += f"; {PERMUTED}: {source_label(record, SPLIT + PERMUTED)}, in the same units"
     return text
+
+
+def reach_table(record: Record) -> TableText | None:
+    """Steps and seconds of each arm up to the validation values that the record's table names; None
+    without arms that have run."""
+    values = record.table.reach if record.table is not None else ()
+    arms = {label: arm for label, arm in record.arms.items() if arm.runs}
+    if not values or not arms:
+        return None
+    metric = record.metric(_cells(record)[0])
+    head = [f"{axis} to {number(value, metric)}" for value in values for axis in REACH_AXES]
+    rows = []
+    for label, arm in arms.items():
+        cells = [
+            _span_until([until(run, metric, value, axis) for run in arm.runs])
+            for value in values
+            for axis in REACH_AXES
+        ]
+        rows.append([label, *cells])
+    return TableText(["arm", *head], rows)
+
+
+def _span_until(found: list[float]) -> str:
+    """The least and the most; not reached by some seed or all is said."""
+    there = [round(one) for one in found if math.isfinite(one)]
+    if not there:
+        return "not reached"
+    missing = len(found) - len(there)
+    return span(there) + (f", {missing} not reached" if missing else "")
+
+
+def about_reach(record: Record) -> str:
+    metric = record.metric(_cells(record)[0])
+    return f"Training up to the first evaluation with this validation {_title(metric)}"
 
 
 def bins_table(record: Record) -> TableText | None:

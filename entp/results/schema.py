@@ -130,6 +130,9 @@ class Table:
     """Those bins."""
     excess_over: str = ""
     """A baseline: in that table, what the arms have above it, not their own values."""
+    reach: Annotated[Sequence[float], AfterValidator(tuple)] = ()
+    """Validation values of the first cell's metric: another table has the steps and the seconds
+    after which each arm first had them."""
 
     def __post_init__(self) -> None:
         if bool(self.by) != bool(self.bins) or (self.excess_over and not self.by):
@@ -196,6 +199,13 @@ class Check:
     """A slice of the metric, for a statement about one of its bins."""
     bin: str = ""
     """That bin."""
+    reach: float | None = None
+    """A value of the metric in validation: the statement is about how much training it took to
+    reach it, not about the test."""
+    axis: Literal["steps", "seconds", "sequences", "flops"] = "steps"
+    """What that training is counted in."""
+    control: bool = False
+    """Whether the others say nothing unless it holds: if it fails, the verdict is undecided."""
 
     def __post_init__(self) -> None:
         if bool(self.by) != bool(self.bin):

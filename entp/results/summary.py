@@ -6,6 +6,7 @@ sequences would give, and says so: 95 %, or 90 % by a bootstrap where the recipe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -184,6 +185,19 @@ def at_axis(point: Point, axis: str) -> float | None:
     """How far training was at an evaluation; None where that is not known."""
     found = {"seconds": point.seconds, "flops": point.flops, "sequences": point.sequences}
     return found.get(axis, point.step)
+
+
+def until(run: RunRecord, metric: MetricSpec, value: float, axis: str) -> float:
+    """How far training was at the first evaluation that had this value or a better one; infinity
+    if none had it, or nobody knows."""
+    for point in run.curve:
+        found = point.values.get(metric.name)
+        if found is None:
+            continue
+        if found >= value if metric.better == "higher" else found <= value:
+            at = at_axis(point, axis)
+            return math.inf if at is None else float(at)
+    return math.inf
 
 
 def values_within(arm: ArmRecord, metric: str, axis: str, most: float) -> list[float]:

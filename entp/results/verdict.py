@@ -1,11 +1,13 @@
 """Whether the recorded runs bear a recipe's rule out: each check holds, fails or is undecided.
 
-A check is about test values, means over seeds. It is undecided while an arm that it names is not
-finished and tested, or has too few seeds for the p that it asks for.
+A check is about test values, or about how long validation took to reach one; means over seeds. It
+is undecided while an arm that it names is not finished and tested, or has too few seeds for the p
+that it asks for.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -19,7 +21,7 @@ from entp.results.schema import (
     Selector,
     Verdict,
 )
-from entp.results.summary import source_words, status, values_of
+from entp.results.summary import source_words, status, until, values_of
 from entp.stats import t_test, welch_test
 
 Outcome = Literal["holds", "fails", "undecided"]
@@ -44,6 +46,9 @@ def judge(record: Record) -> Verdict | None:
         return None
     results = [check_record(record, check) for check in record.checks]
     outcomes = {result.outcome for result in results}
+    pairs = zip(record.checks, results, strict=True)
+    if any(check.control and result.outcome == "fails" for check, result in pairs):
+        return Verdict(verdict="undecided", checks=results)
     if "fails" in outcomes:
         return Verdict(verdict="not reproduced", checks=results)
     if "undecided" in outcomes:
@@ -111,6 +116,8 @@ def _against_arm(record: Record, check: Check, label: str, other: str) -> Findin
         return Finding("undecided", "; ".join(missing))
     values, others = (_values(record, check, one) for one in (label, other))
     mean = sum(others) / len(others)
+    if check.reach is not None and math.isinf(mean) and math.isinf(sum(values)):
+        return Finding("undecided", f"{_about(check, label)}: never, and neither did {other}")
     right = [check.times * value for value in others]
     if check.paired and _seeds(record, label) != _seeds(record, other):
         return Finding("undecided", f"{label} and {other} have other seeds: no pairs")
@@ -136,6 +143,9 @@ def _times(check: Check) -> str:
 def _values(record: Record, check: Check, label: str) -> list[float]:
     """What a check is about, of each seed of an arm."""
     arm = record.arms[label]
+    if check.reach is not None:
+        metric = record.metric(check.metric)
+        return [until(run, metric, check.reach, check.axis) for run in arm.runs]
     return values_of(record, arm, check.metric, check.source, check.by, check.bin)
 
 
@@ -145,7 +155,9 @@ def _about(check: Check, label: str) -> str:
     parts = [label]
     if check.by:
         parts.append(f"{check.by} {check.bin}")
-    if check.source != "test":
+    if check.reach is not None:
+        parts.append(f"{check.axis} to {check.metric} {check.reach:g}")
+    elif check.source != "test":
         parts.append(source_words(check.source))
     return ", ".join(parts)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -44,6 +45,8 @@ class Batch:
     position_ids: the position of each token, where it is not its place in the row.
     loss_weights: the weight of each target's loss, where they are not all 1.
     note: (batch,) something about each sequence that metrics may be sliced by.
+    prefix_lengths: (batch,) first tokens that see each other in mode prefix-lm, where they are not
+        as many in every sequence.
     """
 
     x: np.ndarray
@@ -52,15 +55,16 @@ class Batch:
     position_ids: np.ndarray | None = None
     loss_weights: np.ndarray | None = None
     note: np.ndarray | None = None
+    prefix_lengths: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         """Any numbers will do: whole ones become int64, others float32, in memory as torch reads
         it."""
-        for name in ("x", "y", "lengths", "position_ids", "loss_weights"):
+        for name in ("x", "y", "lengths", "position_ids", "loss_weights", "prefix_lengths"):
             value = getattr(self, name)
             if value is not None:
                 floats = np.issubdtype(value.dtype, np.floating) or name == "loss_weights"
-                if floats and name in ("lengths", "position_ids"):
+                if floats and name in ("lengths", "position_ids", "prefix_lengths"):
                     raise InputError(
                         f"a batch has {name} of type {value.dtype}: they must be whole numbers."
                     )
@@ -72,7 +76,7 @@ class Batch:
                 "(batch, time) or vectors (batch, time, input_dim), and y (batch, time)."
             )
         wanted = {"position_ids": self.y.shape, "loss_weights": self.y.shape}
-        wanted |= {"lengths": self.y.shape[:1], "note": self.y.shape[:1]}
+        wanted |= dict.fromkeys(("lengths", "note", "prefix_lengths"), self.y.shape[:1])
         for name, shape in wanted.items():
             value = getattr(self, name)
             if value is not None and value.shape != shape:
@@ -131,12 +135,19 @@ class Task:
     streams: ClassVar[bool] = False
     """Whether sequences are text without an end: `entp generate` prints them as they come, and
     slides over them beyond the model's context."""
+    writes: ClassVar[bool] = False
+    """Whether generated answers are texts of any length, which `measure_texts` reads."""
 
     def with_data(self, data: str | None) -> Self:
         """The task on these files, which `--data` names; None: those that it has, or the
         default."""
         if data is not None:
             raise InputError(f"{self.name} makes its own data: leave --data {data} out.")
+        return self
+
+    def for_model(self, folder: Path) -> Self:
+        """The task as the pretrained model in this folder reads it, with its tokens where the task
+        is text."""
         return self
 
     def files(self) -> dict[str, bytes]:
@@ -173,6 +184,15 @@ class Task:
             "loss": mean_loss(got),
         }
 
+    def measure_texts(self, batch: Batch, rows: list[list[int]]) -> dict[str, Score | None]:
+        """Scores of the tokens that a model wrote after each prompt, of a task that `writes`."""
+        raise NotImplementedError
+
+    @property
+    def most_new_tokens(self) -> int:
+        """Tokens after which an answer is cut off, of a task that `writes`."""
+        raise NotImplementedError
+
     def reordered(self, batch: Batch, rng: np.random.Generator) -> list[Batch]:
         """Queries of a batch again, with the examples before them in a random order and their
         targets at the same places; none where the order matters or there are no examples."""
@@ -194,6 +214,11 @@ class Task:
     def prefix(self) -> int | None:
         """How many first tokens are given rather than predicted: the prefix of mode `prefix-lm`."""
         return None
+
+    @property
+    def has_prefix(self) -> bool:
+        """Whether there is a prefix for mode `prefix-lm`: `prefix`, or a batch's prefix_lengths."""
+        return self.prefix is not None
 
     @property
     def stop(self) -> int | None:
@@ -295,6 +320,7 @@ TASKS: dict[str, str] = {
     "icl": "entp.tasks.in_context:InContext",
     "text": "entp.tasks.text:Text",
     "clutrr": "entp.tasks.clutrr:Clutrr",
+    "count-text": "entp.llm.counting_text:CountText",
     "winogrande": "entp.tasks.choices:Winogrande",
     "lambada": "entp.tasks.choices:Lambada",
     "piqa": "entp.tasks.choices:Piqa",

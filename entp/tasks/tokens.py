@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
+from entp.data.json_tokenizer import JsonTokenizer, file_name
 from entp.data.places import add_place, find_file, places
 from entp.data.tokenizers import (
     TOKENIZER,
@@ -49,8 +50,8 @@ def find_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     if name == "gpt2":
         return _find_gpt2()
-    for folder in _folders():
-        if tokenizer_name(found := read_tokenizer(folder)) == name:
+    for found in _tokenizers():
+        if tokenizer_name(found) == name:
             return found
     raise InputError(
         f"the tokenizer {name} is not found: no {TOKENIZER} with this sha256 is in "
@@ -60,13 +61,22 @@ def find_tokenizer(name: str) -> Tokenizer:
 
 def _find_gpt2() -> Tokenizer:
     """GPT-2's, from its own files or from the tokenizer.json of a run or corpus."""
-    for folder in _folders():
-        if (found := read_tokenizer(folder)).kind == "gpt2":
+    for found in _tokenizers():
+        if found.kind == "gpt2":
             return found
     try:
         return gpt2_tokenizer(find_file("gpt2_bpe/encoder.json").parent)
     except InputError as error:
         raise InputError(f"GPT-2's tokenizer is not found: {error}") from None
+
+
+def _tokenizers() -> Iterator[Tokenizer]:
+    """Those of the places that tasks on text can have; pretrained models may have others."""
+    for folder in _folders():
+        try:
+            yield read_tokenizer(folder)
+        except InputError:
+            continue
 
 
 def _folders() -> Iterator[Path]:
@@ -82,6 +92,29 @@ def _searched() -> str:
     return ", ".join(str(place) for place in places())
 
 
+def json_name_problems(name: str) -> list[str]:
+    """What is wrong with the name of a tokenizer of any kind."""
+    if name == "bytes" or re.fullmatch(f"[0-9a-f]{{{DIGITS}}}", str(name)):
+        return []
+    return [
+        f"task.tokenizer is {name!r}: allowed are bytes, or the first {DIGITS} digits of the "
+        f"sha256 of a {TOKENIZER}, which --data with its folder fills in"
+    ]
+
+
+@lru_cache(maxsize=8)
+def find_json_tokenizer(name: str) -> JsonTokenizer:
+    """The tokenizer.json, of any kind, whose file has this name, from the places of the data."""
+    for folder in _folders():
+        file = (folder / TOKENIZER).read_bytes()
+        if file_name(file) == name:
+            return JsonTokenizer(file, str(folder / TOKENIZER))
+    raise InputError(
+        f"the tokenizer {name} is not found: no {TOKENIZER} with this sha256 is in "
+        f"{_searched()}. Name its folder by --init, --data or ENTP_DATA."
+    )
+
+
 def model_vocab(name: str) -> int:
     """The vocabulary of a model that reads these tokens."""
     return MODEL_VOCAB[name] if name in MODEL_VOCAB else find_tokenizer(name).vocab
@@ -92,6 +125,16 @@ def tokenizer_of_run(folder: Path) -> str:
     on."""
     place = look_into(folder)
     return "bytes" if place is None else tokenizer_name(read_tokenizer(place))
+
+
+def any_tokenizer_of_run(folder: Path) -> str:
+    """The same, or the name of a pretrained model's, which only `find_json_tokenizer` finds."""
+    try:
+        return tokenizer_of_run(folder)
+    except InputError:
+        place = look_into(folder)
+        assert place is not None
+        return file_name((place / TOKENIZER).read_bytes())
 
 
 def look_into(folder: Path) -> Path | None:

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from entp import pretrained
-from entp.config import Run
+from entp.config import AnyModelConfig, ModelConfig, Run
 from entp.config.json import model_from_json, run_from_json, run_to_json
 from entp.errors import InputError
 from entp.files import CHECKSUMS, Damaged, parse_json, verify_folder, write_folder
-from entp.model import Transformer
+from entp.model.build import build_model
 from entp.tasks.tokens import look_into
 from entp.training.weights import INDEX, WHOLE, read_weights, weight_files, weights_name
 
@@ -38,7 +38,7 @@ KEEP = 2
 
 
 def save_model(
-    model: Transformer,
+    model: Any,
     folder: str | Path,
     run: Run | None = None,
     dtype: torch.dtype | None = None,
@@ -54,6 +54,11 @@ def save_model(
     if here and not here & {WHOLE, INDEX}:
         raise InputError(
             f"{folder} holds other files than a model's, such as {min(here)}: give a new folder."
+        )
+    if run is None and not isinstance(model.config, ModelConfig):
+        raise InputError(
+            f"a {type(model).__name__} of HuggingFace's is saved with its run, or by "
+            "model.network.save_pretrained(folder)."
         )
     config = {"model": dataclasses.asdict(model.config)} if run is None else run_to_json(run)
     files = weight_files(model.state_dict(), dtype, shard_mib)
@@ -131,13 +136,13 @@ def load(
     path: str | Path,
     checkpoint: Literal["best", "last"] = "best",
     device: str | torch.device = "cpu",
-) -> Transformer:
+) -> Any:
     """The model of a run folder (its best or its last checkpoint), of one checkpoint folder, or one
-    that comes with entp."""
+    that comes with entp: a Transformer, or a model of entp.hf where the run trained one."""
     folder = find(Path(path), checkpoint)
-    config = model_from_json(_read_json(folder / "config.json"), str(folder / "config.json"))
+    config = read_model(folder)
     tensors = read_weights(folder)
-    model = Transformer(config)
+    model = build_model(config)
     if any(t.dtype == torch.float64 for t in tensors.values()):
         model = model.double()
     try:
@@ -147,6 +152,12 @@ def load(
             f"the weights in {folder} do not fit its config.json: {' '.join(str(error).split())}"
         ) from None
     return model.to(device).eval()
+
+
+def read_model(folder: Path) -> AnyModelConfig:
+    """The configuration of the model in a folder with weights."""
+    path = folder / "config.json"
+    return model_from_json(_read_json(path), str(path))
 
 
 def load_run(path: str | Path, checkpoint: Literal["best", "last"] = "best") -> Run:
@@ -164,7 +175,8 @@ def find(path: Path, checkpoint: Literal["best", "last"] = "best") -> Path:
         known = f", or one of {', '.join(names)}" if (names := pretrained.names()) else ""
         raise InputError(
             f"there is no run folder {path}: give the --out of a finished or interrupted `entp "
-            f"train`{known}."
+            f"train`, a model that `entp export` wrote{known}. Weights in HuggingFace's format are "
+            "for entp.hf.load and `entp train TASK --init FOLDER`."
         )
     if weights_name(path) is not None:
         if (path / CHECKSUMS).is_file():

@@ -99,7 +99,8 @@ class _Answers(NamedTuple):
 def _predict(model: Any, how: Forward, batch: Batch, device: torch.device) -> _Answers:
     """The answer to each target and its loss."""
     one = without_lengths(batch) if how.mode in COVERED_MODES else batch
-    arrays = {"lengths": one.lengths, "position_ids": one.position_ids}
+    names = ("lengths", "position_ids", "prefix_lengths")
+    arrays = {name: getattr(one, name) for name in names}
     more = {k: torch.from_numpy(v).to(device) for k, v in arrays.items() if v is not None}
     x = torch.from_numpy(one.x).to(device, non_blocking=True)
     outputs = how(model, x, torch.from_numpy(batch.target_mask), **more)
@@ -186,6 +187,8 @@ def evaluate_generated(
     device: torch.device | str = "cpu",
 ) -> Totals:
     """The task's metrics of answers that the model generates, reading what it wrote itself."""
+    if task.writes:
+        return _sum(task, (_written(model, task, batch, how, device) for batch in batches))
     return _sum(
         task,
         (
@@ -193,6 +196,21 @@ def evaluate_generated(
             for batch in batches
         ),
     )
+
+
+def _written(
+    model: Any, task: Task, batch: Batch, how: Forward, device: torch.device | str
+) -> Totals:
+    """The metrics of what the model writes after each prompt, up to the task's stop token."""
+    from entp.engine.generation.generate import generate
+
+    check_generation(task, batch)
+    ends = (batch.target_mask.argmax(1) + 1).tolist()
+    prompts = [row[:end].tolist() for row, end in zip(batch.x, ends, strict=True)]
+    with how.autocast(torch.device(device)):
+        rows = generate(model, prompts, task.most_new_tokens, how.mode, stop=task.stop)
+    new = [row[end:] for row, end in zip(rows, ends, strict=True)]
+    return Totals.of(task.metrics, batch, task.measure_texts(batch, new))
 
 
 def _generated(

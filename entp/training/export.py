@@ -17,7 +17,6 @@ import torch
 from entp.config import Run
 from entp.errors import InputError
 from entp.files import json_bytes
-from entp.model import Transformer
 from entp.results.environment import environment, read_environment
 from entp.tasks.metrics import Totals
 from entp.training.checkpoint import find, load, load_run, save_model
@@ -32,7 +31,7 @@ class Measured(NamedTuple):
     """A trained model with rounded weights, its run, and made.json: how it was made, what it does
     on test sequences."""
 
-    model: Transformer
+    model: Any
     run: Run
     made: dict[str, Any]
 

@@ -52,16 +52,18 @@ class Forward:
         lengths: Tensor | None = None,
         position_ids: Tensor | None = None,
         prefix: Tensor | None = None,
+        prefix_lengths: Tensor | None = None,
     ) -> Tensor:
         """Outputs (number of True in at, outputs).
 
         prefix: (B,) runs mode prefix-lm instead, with a prefix for each sequence.
+        prefix_lengths: (B,) those of mode prefix-lm, where sequences have their own.
         """
         mode, first = self.mode, prefix
         if prefix is not None:
             mode = "prefix-lm"
         elif mode == "prefix-lm":
-            first = self.prefix_length  # type: ignore[assignment]
+            first = self.prefix_length if prefix_lengths is None else prefix_lengths  # type: ignore[assignment]
         more = {} if position_ids is None else {"position_ids": position_ids}
         with self.autocast(x.device):
             return model(

@@ -62,7 +62,8 @@ def gradients(
 
 def chunk_loss(model: Any, inputs: Inputs, how: Forward, chunk: Tensor) -> Tensor:
     """The part of the loss that the predictions of a chunk have."""
-    more = {name: inputs.get(name) for name in ("lengths", "position_ids", "prefix")}
+    names = ("lengths", "position_ids", "prefix", "prefix_lengths")
+    more = {name: inputs.get(name) for name in names}
     outputs = how(model, inputs["x"], chunk, **more)
     at = positions_of(chunk, inputs["y"].device)
     weights = inputs.get("weights")

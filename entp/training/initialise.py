@@ -3,7 +3,8 @@
     init = read_init(Path("runs/text-entp"))
     train(run, "runs/clutrr", init=init)     # step 0, a new optimizer, these weights
 
-The output head is the one part that may differ: where it does, it is new.
+The output head is the one part that may differ: where it does, it is new. Weights in HuggingFace's
+format are read by entp/hf/beginning.py.
 """
 
 from __future__ import annotations
@@ -17,15 +18,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from entp.config import ModelConfig, Run
+from entp.config import AnyModelConfig, PretrainedConfig, Run
 from entp.config.json import config_hash
 from entp.errors import InputError
-from entp.model import Transformer
 from entp.training import checkpoint
 
 DIGITS = 16
 """Characters of the weights' sha256 in `Run.init`."""
-HEAD = ("outputs", "tied_head")
+HEAD = ("outputs", "tied_head", "head")
 """Fields of the model that only its output head follows from."""
 
 
@@ -33,9 +33,10 @@ class Init(NamedTuple):
     """The weights that a run begins with, and where they are from."""
 
     weights: dict[str, Tensor]
-    model: ModelConfig
+    model: AnyModelConfig
     origin: dict[str, Any]
-    """Name of the run's folder, step, hash of its configuration, sha256 of the weights."""
+    """Name of the run's folder, step, hash of its configuration, sha256 of the weights; of weights
+    in HuggingFace's format also which tokens were kept."""
 
     @property
     def name(self) -> str:
@@ -47,10 +48,11 @@ def read_init(source: Path, which: Literal["best", "last"] = "best") -> Init:
     """The weights of a run's best or last checkpoint, or of an exported model."""
     folder = checkpoint.find(source, which)
     model = checkpoint.load(folder)
-    return init_from(model.state_dict(), model.config, **_about(source, folder))
+    config = checkpoint.read_model(folder)
+    return init_from(model.state_dict(), config, **_about(source, folder))
 
 
-def init_from(weights: dict[str, Tensor], model: ModelConfig, **origin: Any) -> Init:
+def init_from(weights: dict[str, Tensor], model: AnyModelConfig, **origin: Any) -> Init:
     """Weights from anywhere, with what is known of their origin."""
     return Init(weights, model, {**origin, "weights": weights_hash(weights)})
 
@@ -92,19 +94,26 @@ def with_init(run: Run, init: Init) -> Run:
     return replace(run, init=init.name)
 
 
-def _differences(there: ModelConfig, here: ModelConfig) -> list[str]:
+def _differences(there: AnyModelConfig, here: AnyModelConfig) -> list[str]:
     """Fields of the models that other weights than the head's depend on."""
+    if type(there) is not type(here):
+        kinds = [
+            "HuggingFace's" if isinstance(m, PretrainedConfig) else "entp's" for m in (there, here)
+        ]
+        return [f"the model is one of {kinds[0]} there and of {kinds[1]} here"]
     same = {*HEAD, *(() if here.has_limit or there.has_limit else ("context_length",))}
+    if isinstance(there, PretrainedConfig) and not there.lora_rank:
+        same |= {"lora_rank", "lora_alpha"}
     pairs = {
         f.name: (getattr(there, f.name), getattr(here, f.name))
-        for f in dataclasses.fields(ModelConfig)
+        for f in dataclasses.fields(here)
         if f.name not in same
     }
     return [f"model.{name} is {a} there and {b} here" for name, (a, b) in pairs.items() if a != b]
 
 
-def load_init(model: Transformer, init: Init) -> str:
-    """What a person should know, after the model has these weights: which head it has."""
+def load_init(model: Any, init: Init) -> str:
+    """What a person should know, after the model has these weights: its tokens and its head."""
     own = model.state_dict()
     heads = [
         {name: tuple(tensor.shape) for name, tensor in weights.items() if name.startswith("head.")}
@@ -112,15 +121,34 @@ def load_init(model: Transformer, init: Init) -> str:
     ]
     new = heads[0] != heads[1]
     kept = {
-        name: tensor
+        _name_in(own, name): tensor
         for name, tensor in init.weights.items()
         if not (new and name.startswith("head."))
     }
-    missing = [name for name in own if name not in kept and not name.startswith("head.")]
+    strangers = [name for name in kept if name not in own]
+    if strangers:
+        raise InputError(
+            f"the weights to begin with have {strangers[0]}, which the model does not have: its "
+            "head is of another kind. Begin with the folder of the pretrained model instead."
+        )
+    missing = [name for name in own if name not in kept and not _is_new(name)]
     if missing:
         raise InputError(f"the weights to begin with have no {missing[0]}: they are incomplete.")
     model.load_state_dict({**own, **kept})
-    return _about_head(heads[1]) if new else ""
+    told = [str(init.origin.get("tokens", "")), _about_head(heads[1]) if new else ""]
+    return " ".join(text for text in told if text)
+
+
+def _name_in(own: dict[str, Tensor], name: str) -> str:
+    """The name that a weight has in a model, which may have a LoRA adapter around its layer."""
+    layer, _, last = name.rpartition(".")
+    adapted = f"{layer}.base_layer.{last}"
+    return adapted if adapted in own else name
+
+
+def _is_new(name: str) -> bool:
+    """Whether a weight may begin at random: a head's, or a LoRA adapter's."""
+    return name.startswith("head.") or ".lora_" in name
 
 
 def _about_head(head: dict[str, tuple[int, ...]]) -> str:
@@ -135,5 +163,5 @@ def check_beginning(run: Run, out: Path) -> None:
     if run.init and checkpoint.newest(out) is None:
         raise InputError(
             f"{out} begins with the weights {run.init}, and there is no checkpoint of it yet: "
-            "give --init with the run that they are from."
+            "give --init with the run, or the folder of HuggingFace's, that they are from."
         )

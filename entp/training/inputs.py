@@ -25,7 +25,7 @@ class Inputs:
 
     arrays: dict[str, Tensor]
     """What differs from step to step: x, y, and where there are any lengths, position_ids, weights
-    (of targets (B, T) or rows (B,)), prefix (B,), and what techniques read."""
+    (of targets (B, T) or rows (B,)), prefix and prefix_lengths (B,), and what techniques read."""
     chunks: list[Tensor]
     """Masks (B, T) on the CPU: the predictions computed together."""
     num_targets: int
@@ -55,7 +55,7 @@ def step_arrays(
         batch = technique.arrange(step, batch)
     mine = batch.part(world.rank, world.size) if world.size > 1 else batch
     arrays = {"x": mine.x, "y": mine.y}
-    for name in ("lengths", "position_ids"):
+    for name in ("lengths", "position_ids", "prefix_lengths"):
         if getattr(mine, name) is not None:
             arrays[name] = getattr(mine, name)
     found = {name: torch.from_numpy(value) for name, value in arrays.items()}

@@ -26,7 +26,7 @@ from entp.config import Run
 from entp.engine.cold_start import warm_math
 from entp.errors import DeviceFailed, InputError, TrainingStopped
 from entp.files import lock_folder
-from entp.model import Transformer
+from entp.model.build import build_model
 from entp.tasks.base import Batch, Task
 from entp.tasks.metrics import Totals
 from entp.tasks.tokens import look_into
@@ -196,9 +196,9 @@ def _train(
             metrics.close()
 
 
-def _model(run: Run, init: Init | None, quiet: bool) -> Transformer:
+def _model(run: Run, init: Init | None, quiet: bool) -> Any:
     """The model before its first step; what a person should know of its weights is on stderr."""
-    model = Transformer(run.model)
+    model = build_model(run.model)
     told = "" if init is None else load_init(model, init)
     if told and not quiet:
         print(told, file=sys.stderr)

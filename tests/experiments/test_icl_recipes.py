@@ -103,10 +103,7 @@ def test_targets_are_drawn_where_there_are_more_of_them() -> None:
 def test_runs_that_recipes_share_are_trained_once() -> None:
     """They are the same runs, and lie in the same folder."""
     classes = {one.hash: one.label for one in RECIPE.runs()}
-    shared = {
-        r.name: [a.label for a in r.runs() if a.hash in classes]
-        for r in (DEPTH, SHIFT)
-    }
+    shared = {r.name: [a.label for a in r.runs() if a.hash in classes] for r in (DEPTH, SHIFT)}
     assert shared["icl-depth"] == ["ENTP, layers 12", "decoder, layers 12"]
     assert len(shared["icl-shift"]) == len(SHIFT.runs()) == 7
     assert {DEPTH.folder, SHIFT.folder} == {RECIPE.name}

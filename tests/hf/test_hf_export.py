@@ -28,6 +28,7 @@ from entp.data.prepare import prepare
 from entp.errors import InputError
 from entp.hf.export import export_hf, register, to_gpt2, to_hf
 from entp.model import Transformer
+from entp.tasks.counting import Count3
 from entp.tasks.in_context import InContext
 from entp.tasks.text import Text
 from entp.training.checkpoint import load, save_model
@@ -524,6 +525,14 @@ def test_runs_without_tokens_are_refused(tmp_path: Path) -> None:
     run = Run(task=task, model=model_for(task, layers=1, heads=1, width=8), steps=1)
     save_model(Transformer(run.model), tmp_path / "source", run)
     with pytest.raises(InputError, match="it reads vectors, not tokens"):
+        export_hf(tmp_path / "source", tmp_path / "out")
+
+
+def test_runs_with_causal_layers_are_refused(tmp_path: Path) -> None:
+    task = Count3(prompt_length=4, length=10, num_values=10)
+    model = model_for(task, layers=2, heads=1, width=8, causal_layers=1)
+    save_model(Transformer(model), tmp_path / "source", Run(task=task, model=model, steps=1))
+    with pytest.raises(InputError, match="its first layers are causal in every mode"):
         export_hf(tmp_path / "source", tmp_path / "out")
 
 

@@ -313,12 +313,12 @@ def test_examples_of_the_document_run_as_written(
     text = DOCUMENT.read_text()
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = [line for line in "".join(blocks).splitlines() if line.startswith("entp ")]
+    lines = [line for line in "".join(blocks).splitlines() if line.startswith("entp llm openai ")]
     assert [line.split()[3] for line in lines if line.endswith("--yes")] == ["submit", "evaluate"]
     for line in lines:
         assert main(line.split()[1:]) == 0, f"{line}: {capsys.readouterr().err}"
     assert len(service.jobs) == 1
     assert "well_formed     0.0000" in capsys.readouterr().out
-    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    code, _ = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     exec(code, {})
     assert capsys.readouterr().out.splitlines()[-1] == PRINTED

@@ -20,6 +20,7 @@ from entp.report.tables import (
     escape,
     markdown_table,
     number,
+    reach_table,
     record_table,
     seeds_table,
     slice_tables,
@@ -30,7 +31,9 @@ from entp.results.schema import (
     Check,
     MetricSpec,
     PaperValue,
+    Point,
     Record,
+    RunRecord,
     SliceValues,
     Table,
     TotalsData,
@@ -234,3 +237,30 @@ def test_comparison_is_printed_at_the_end() -> None:
     assert "Arms that differ" not in record_table(versus_record())
     idle = make_record({"a": arm_record(mode="x"), "b": arm_record(mode="y")})
     assert versus_table(idle.model_copy(update={"table": Table(versus="mode")})) is None
+
+
+def test_training_up_to_values_is_a_table() -> None:
+    """Of two seeds one never has 0.9; the first evaluation that has a value counts."""
+
+    def run(seed: int, *values: float) -> RunRecord:
+        points = [
+            Point(step=5 * n, seconds=10.4 * n, sequences=40 * n, values={"exact_match": value})
+            for n, value in enumerate(values, 1)
+        ]
+        return run_record(seed, curve=points)
+
+    arms = {
+        "a": arm_record(runs=[run(0, 0.1, 0.6, 0.95, 0.4), run(1, 0.7, 0.2)], mode="ENTP"),
+        "b": arm_record(mode="decoder"),
+    }
+    record = make_record(arms, table=Table(reach=(0.5, 0.9)))
+    shown = reach_table(record)
+    assert shown is not None
+    head = ["arm", "steps to 0.5000", "seconds to 0.5000", "steps to 0.9000", "seconds to 0.9000"]
+    assert shown.head == head
+    cells = ["5 to 10", "10 to 21", "15, 1 not reached", "31, 1 not reached"]
+    assert shown.rows == [["a", *cells]]
+    assert "Training up to the first evaluation with this validation exact match" in record_table(
+        record
+    )
+    assert reach_table(make_record(arms)) is None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from small_records import DIGITS, arm_record, make_record, run_record, sourced_run
 
-from entp.results.schema import ArmRecord, Check, Verdict
+from entp.results.schema import ArmRecord, Check, Point, Verdict
 from entp.results.store import complete, read_record
 from entp.results.verdict import check_record, judge, matches
 
@@ -194,3 +194,71 @@ def test_check_may_be_about_a_bin_and_another_source() -> None:
 def test_check_of_a_slice_names_its_bin(half: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="give both, or neither"):
         check(0.5, **half)
+
+
+@pytest.mark.parametrize(
+    ("control", "other", "verdict"),
+    [
+        (90, 0, "reproduced"),
+        (90, 80, "not reproduced"),
+        (10, 0, "undecided"),
+        (10, 80, "undecided"),
+        (None, 0, "undecided"),
+    ],
+)
+def test_failed_control_leaves_the_verdict_open(
+    control: int | None, other: int, verdict: str
+) -> None:
+    first = arm_record(*([] if control is None else [control]), task="Count2")
+    arms = {"control": first, "other": arm_record(other, task="Count3")}
+    checks = [
+        check(0.5, left={"task": "Count2"}, control=True),
+        check(0.1, "at most", left={"task": "Count3"}),
+    ]
+    found = judge(make_record(arms, checks=checks))
+    assert found is not None
+    assert found.verdict == verdict
+    assert [one.outcome for one in found.checks] == [
+        "undecided" if control is None else "holds" if control > 50 else "fails",
+        "holds" if other < 10 else "fails",
+    ]
+
+
+def curve_record(seed: int, *values: float) -> Any:
+    """A run that was evaluated every 5 steps, of 2 seconds each, with these exact matches."""
+    points = [
+        Point(step=5 * n, seconds=10.0 * n, sequences=40 * n, values={"exact_match": value})
+        for n, value in enumerate(values, 1)
+    ]
+    return run_record(seed, curve=points)
+
+
+def reach_arms(*left: float, right: tuple[float, ...] = (0.1, 0.5, 0.95)) -> dict[str, ArmRecord]:
+    return {
+        "a": arm_record(runs=[curve_record(0, *left)], mode="ENTP"),
+        "b": arm_record(runs=[curve_record(0, *right)], mode="decoder"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("left", "expected", "why"),
+    [
+        ((0.2, 0.9, 0.8), "holds", "a, steps to exact_match 0.9: 10 is below 15 of b"),
+        ((0.2, 0.3, 0.9), "fails", "a, steps to exact_match 0.9: 15 is not below 15 of b"),
+        ((0.2, 0.3, 0.4), "fails", "a, steps to exact_match 0.9: inf is not below 15 of b"),
+    ],
+)
+def test_training_up_to_a_value_is_compared(
+    left: tuple[float, ...], expected: str, why: str
+) -> None:
+    one = check({"mode": "decoder"}, "below", reach=0.9)
+    assert outcome(reach_arms(*left), one) == (expected, [why])
+
+
+def test_training_up_to_a_value_that_nobody_reached_is_undecided() -> None:
+    one = check({"mode": "decoder"}, "below", reach=0.98, axis="seconds")
+    found, why = outcome(reach_arms(0.2, 0.9), one)
+    assert found == "undecided"
+    assert why == ["a, seconds to exact_match 0.98: never, and neither did b"]
+    seconds = check(25.0, "below", reach=0.9, axis="seconds")
+    assert outcome(reach_arms(0.2, 0.9), seconds)[0] == "holds"

@@ -266,7 +266,7 @@ RECIPE = Recipe(
     generated_sequences=1024,
     authors_curves={label: AuthorsCurve(**curve) for label, curve in PAPER["curves"].items()},
     not_run={
-        "BERT as ENTP": "needs pretrained weights; not part of this recipe yet",
-        "Llama-3-8B, GPT-4o": "the paper's fine-tuned language models; not part of this recipe yet",
+        "BERT as ENTP": "a recipe of its own, count3-bert",
+        "Llama-3-8B, GPT-4o": "recipes count3-llm and count2-llm; entp llm openai",
     },
 )

@@ -49,7 +49,8 @@ class ModelProtocol(Protocol):
         """
 
     def embed(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """The first layer's input (B, T, D), of each token by itself.
+        """The first layer's input (B, T, D), of each token by itself; with causal layers that run
+        in every mode (`causal_stack`), of each token and earlier ones.
 
         position_ids: (B, T) or (T,), or None for 0, 1, 2, ...
         """
@@ -74,6 +75,17 @@ def attention_bias(model: ModelProtocol, query_ids: Tensor, key_ids: Tensor) -> 
     return None if make is None else make(query_ids, key_ids)
 
 
+def causal_stack(model: ModelProtocol) -> Sequence[BlockProtocol]:
+    """Layers inside `embed` that are causal in every mode, if the model has such."""
+    make = getattr(model, "causal_stack", None)
+    return () if make is None else make()
+
+
+def all_layers(model: ModelProtocol) -> list[BlockProtocol]:
+    """Those inside `embed` and the stack, in the order in which they run."""
+    return [*causal_stack(model), *model.stack()]
+
+
 def depth(model: ModelProtocol) -> int:
     """Layers that an input goes through."""
-    return len(model.stack())
+    return len(all_layers(model))

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from entp.engine.fingerprint import GLOBAL_HOOKS, HOOKS, Fingerprint, readable, registered, rowwise
-from entp.engine.protocol import ModelProtocol
+from entp.engine.protocol import ModelProtocol, all_layers
 
 MOST_KNOWN = 4
 """States of a model that are remembered: training and evaluation, with and without a hook."""
@@ -88,7 +88,7 @@ def _why_not_rows(model: Any) -> str | None:
     changed = _changed(model, "the model", skip=("embed", "readout", "attention_bias"))
     if changed:
         return f"{changed}, which only its own forward pass calls"
-    for number, block in enumerate(model.stack()):
+    for number, block in enumerate(all_layers(model)):
         name = f"block {number}"
         if isinstance(block, nn.Module) and _hooked(block):
             return f"{name} has a hook, which only its own forward pass runs"
@@ -130,7 +130,7 @@ def _unknown_module(model: Any) -> str | None:
     """A module that may treat rows together, with what is unusual about it, or None."""
     if any(not _only_watches(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()):
         return "a global module hook is registered"
-    blocks = list(model.stack())
+    blocks = all_layers(model)
     names = ["the model", *(f"block {number}" for number in range(len(blocks)))]
     for name, block in zip(names, [model, *blocks], strict=True):
         if type(block) not in registered:
@@ -177,7 +177,7 @@ def _unusual(module: nn.Module, kinds: dict[type, Any]) -> str | None:
 
 def _why_not_kernels(model: Any) -> str | None:
     """Why the kernels do not compute what a model of known modules without hooks does, or None."""
-    blocks = list(dict.fromkeys(model.stack()))
+    blocks: list[Any] = list(dict.fromkeys(all_layers(model)))
     if not _is_readable(model):
         return "the kernels read the weights of entp.Transformer only"
     if getattr(model, "relative", None) is not None:
@@ -201,7 +201,7 @@ def _why_not_kernels(model: Any) -> str | None:
 
 def _is_readable(model: Any) -> bool:
     """Whether the kernels know how to read the weights of the model's and its blocks' classes."""
-    return all(type(module) in readable for module in (model, *model.stack()))
+    return all(type(module) in readable for module in (model, *all_layers(model)))
 
 
 def _why_not_block(block: Any, width: int) -> str | None:

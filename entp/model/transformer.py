@@ -53,8 +53,8 @@ class Transformer(nn.Module):
     def _initialise(self) -> None:
         """GPT-2: normal(0, 0.02), residual projections divided by sqrt(2 layers), biases zero.
 
-        What reads vectors keeps torch's own, as in Garg et al.: with 0.02 the residual stream begins
-        so small that in-context learning does not leave the answer 0 at their learning rate.
+        What reads vectors keeps torch's own, as in Garg et al.: with 0.02 the residual stream
+        begins so small that in-context learning does not leave the answer 0 at their learning rate.
         """
         layers = self.config.layers * self.config.loops
         for name, p in self.named_parameters():
@@ -125,14 +125,31 @@ class Transformer(nn.Module):
         return h
 
     def stack(self) -> list[Block]:
-        """The blocks in the order in which they run; with loops, each several times."""
-        return cast("list[Block]", list(self.blocks)) * self.config.loops
+        """The blocks after the causal ones, in the order in which they run; with loops, each
+        several times."""
+        upper = cast("list[Block]", list(self.blocks[self.config.causal_layers :]))
+        return upper * self.config.loops
+
+    def causal_stack(self) -> list[Block]:
+        """The first blocks, if they are causal in every mode."""
+        return cast("list[Block]", list(self.blocks[: self.config.causal_layers]))
 
     def embed(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Embeddings (B, T, D) of inputs (B, T) or (B, T, input_dim).
+        """What the stack reads (B, T, D): vectors of tokens and positions, after the causal blocks.
 
         position_ids: (B, T) or (T,), or None for 0, 1, 2, ...
         """
+        h = self.vectors(x, position_ids)
+        if not self.config.causal_layers:
+            return h
+        ids = torch.arange(x.shape[1], device=x.device) if position_ids is None else position_ids
+        bias = self.attention_bias(ids, ids)
+        for block in self.causal_stack():
+            h = block(h, ids, None, True, bias)
+        return h
+
+    def vectors(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Vectors (B, T, D) of inputs (B, T) or (B, T, input_dim) and of their positions."""
         if self.tokens is not None:
             h = self.tokens(x)
         else:
@@ -174,7 +191,9 @@ def _make_head(config: ModelConfig) -> nn.Linear | None:
 
 
 fingerprint.register(
-    Transformer, "encode", "embed", "stack", "attention_bias", "readout", kernels=True
+    Transformer,
+    *("encode", "embed", "vectors", "stack", "causal_stack", "attention_bias", "readout"),
+    kernels=True,
 )
 fingerprint.register(Block, "forward", "project", "finish", "split_heads", kernels=True)
 fingerprint.register_rowwise(Rotary, SwiGLU, RelativeBias)

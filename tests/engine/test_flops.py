@@ -97,8 +97,8 @@ def test_vectors_and_a_head_are_counted(kind: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["all", "seed", "some"])
-@pytest.mark.parametrize("layers", [1, 2, 3])
-def test_the_engine_is_what_packed_does(layers: int, kind: str) -> None:
+@pytest.mark.parametrize(("layers", "causal"), [(1, 0), (2, 0), (3, 0), (3, 1), (4, 2), (2, 1)])
+def test_the_engine_is_what_packed_does(layers: int, causal: int, kind: str) -> None:
     """Linear layers exactly; attention up to what packed's blocks of lengths add to layer 1.
 
     Linear layers and the readout are (add)mm. The absorbed W_Q, W_K, W_V of the last layer, 3 D²
@@ -107,8 +107,11 @@ def test_the_engine_is_what_packed_does(layers: int, kind: str) -> None:
     less.
     """
     target_mask = mask(kind)
-    config, found = step(target_mask, "entp", "packed", layers=layers, heads=4)
+    config, found = step(
+        target_mask, "entp", "packed", layers=layers, heads=4, causal_layers=causal
+    )
     flops = engine_flops(config, target_mask)
+    layers -= causal
     absorbed = 2 * 3 * 3 * config.width**2 * int(target_mask.sum()) if layers > 1 else 0
     assert found["aten.addmm"] + found["aten.mm"] == flops.linear - absorbed + flops.readout
     assert found.total() >= flops.total

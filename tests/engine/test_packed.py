@@ -71,6 +71,8 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "tied_head": draw(st.booleans()),
         "loops": draw(st.sampled_from([1, 1, 2])),
     }
+    if config["loops"] == 1:
+        config["causal_layers"] = draw(st.integers(0, config["layers"] - 1))
     config["kv_heads"] = draw(
         st.sampled_from([None, *(n for n in (1, 2, 4) if config["heads"] % n == 0)])
     )

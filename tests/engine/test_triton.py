@@ -461,6 +461,16 @@ QUESTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"layers": 1, "loops": 2, "position_embedding": "rotary"},
         {"at": MASK},
     ),
+    "causal layer": ({"layers": 3, "causal_layers": 1}, {"lengths": LENGTHS}),
+    "causal layers, rotary": (
+        {"layers": 4, "causal_layers": 2, "position_embedding": "rotary"},
+        {"position_ids": IDS, "at": MASK},
+    ),
+    "causal layers and budget": (
+        {"layers": 3, "causal_layers": 1, "input_dim": 3},
+        {"at": MASK, "token_budget": 7},
+    ),
+    "all but one causal": ({"layers": 3, "causal_layers": 2}, {"at": MASK}),
     "position ids": ({"layers": 3}, {"position_ids": IDS, "lengths": LENGTHS}),
     "position ids, rotary": (
         {"layers": 3, "position_embedding": "rotary"},
@@ -503,6 +513,12 @@ DECODERS: list[tuple[dict[str, Any], str, Any]] = [
     ({"position_embedding": "rotary", "norm": "rms", "bias": False}, "decoder", None),
     ({"position_embedding": "rotary", "activation": "silu"}, "prefix-lm", [4, 2]),
     ({"loops": 2, "tied_head": False}, "prefix-lm", 3),
+    ({"layers": 3, "causal_layers": 1}, "decoder", None),
+    (
+        {"layers": 3, "causal_layers": 2, "position_embedding": "rotary"},
+        "prefix-lm",
+        [4, 2],
+    ),
 ]
 
 

@@ -31,7 +31,7 @@ from entp.engine.generation.caches import (
     SlidingCache,
 )
 from entp.engine.masks import as_prefix
-from entp.engine.protocol import ModelProtocol, depth
+from entp.engine.protocol import ModelProtocol, causal_stack, depth
 from entp.engine.support import support_of
 from entp.errors import InputError, one_of
 from entp.fields import as_int
@@ -279,7 +279,10 @@ def make_cache(
 
 
 def _can_cache(model: ModelProtocol, tokens_BT: Tensor | None, position_ids: Tensor | None) -> bool:
-    """Whether `project` and `finish`, of which caches are made, are exact for this model."""
+    """Whether `project` and `finish`, of which caches are made, are exact for this model; caches
+    have no place for layers inside `embed`."""
+    if causal_stack(model):
+        return False
     support = support_of(model)
     if support.unknown is None:
         return support.rows is None or choose("auto", "cpu", model).impl != "reference"

@@ -1,6 +1,6 @@
 """Token and position vectors, with a backward pass that neither sorts nor uses atomics.
 
-Defined by the model's own `embed`. torch adds up the gradients of equal tokens by sorting them,
+Defined by the model's own `vectors`. torch adds up the gradients of equal tokens by sorting them,
 which is a dozen launches: for a small vocabulary, one program per token id that looks for its own
 is faster.
 """
@@ -39,14 +39,14 @@ def _token_gradients(ids, grad, out, N, D, PART: tl.constexpr, R: tl.constexpr, 
 
 
 def embed(model: Any, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-    """As model.embed(x, position_ids)."""
+    """As model.vectors(x, position_ids)."""
     kind = model.config.position_embedding
     small = plain_embedding(model) and model.tokens.num_embeddings <= LARGEST
     if small and kind == "learned" and position_ids is None:
         return _Embed.apply(x, model.tokens.weight, model.positions)
     if small and kind in ("none", "rotary"):
         return _Embed.apply(x, model.tokens.weight, None)
-    return model.embed(x, position_ids)
+    return model.vectors(x, position_ids)
 
 
 class _Embed(torch.autograd.Function):

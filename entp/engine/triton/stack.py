@@ -88,6 +88,11 @@ def prefix_hidden(
     with torch.autocast(device, enabled=False):
         recompute = recompute and memory_counts(model.width, len(blocks), packing.rows)
         turns = turns_of(model, packing, ids, h.dtype)
+        if first := model.causal_stack():
+            whole = whole_sequences(h.shape[0], h.shape[1], x.device)
+            own = turns_of(model, whole, ids, h.dtype)
+            rows = h.flatten(0, 1)
+            h = causal_layers(first, rows, half or h.dtype, whole, 0, recompute, own).view(h.shape)
         stream, y = first_layer(blocks[0], h, half or h.dtype, packing, recompute, turns)
         out = upper_layers(blocks, stream, y, packing, recompute, turns)
     return out.index_select(0, packing.caller_order)
@@ -109,10 +114,11 @@ def causal_hidden(
     with torch.autocast(device, enabled=False):
         recompute = memory_counts(model.width, len(blocks), packing.rows)
         turns = turns_of(model, packing, position_ids, rows.dtype)
-        out = causal_layers(
-            blocks, rows, half or rows.dtype, packing, prefix_length, recompute, turns
-        )
-    return out.view(h.shape)
+        wide = half or rows.dtype
+        if first := model.causal_stack():
+            rows = causal_layers(first, rows, wide, packing, 0, recompute, turns)
+        rows = causal_layers(blocks, rows, wide, packing, prefix_length, recompute, turns)
+    return rows.view(h.shape)
 
 
 def turns_of(model: Any, packing: Packing, position_ids: Tensor | None, wide: torch.dtype) -> Turns:

@@ -11,7 +11,8 @@ and gradient clipping.
 
 Positions are rotary in both modes. With Garg et al.'s learned ones, a decoder of 12 layers leaves
 the answer 0 within a thousand steps of 5 coordinates (its mask tells it the order), and ENTP has
-not after 2,000; with rotary ones ENTP is as fast. One pair of arms has learned positions.
+not after 2,000; with rotary ones ENTP is as fast. One pair of arms has learned positions, and one
+arm has them and a first layer that is causal, as in the authors' early code.
 
 ENTP learns from 8 random targets of each sequence, a decoder from all: they read the same
 sequences. `icl-targets` shows what that costs and saves.
@@ -62,6 +63,8 @@ AXES = ("sequences", "flops", "seconds")
 STANDARD = {"layers": 12, "heads": 8, "width": 256}
 LEARNED = "standard, learned positions"
 """The size of Garg et al. with their positions; all others have rotary ones."""
+CAUSAL_FIRST = "standard, learned positions, first layer causal"
+"""A hybrid, ENTP from its second layer on, as in the authors' early code."""
 ERROR = "squared_error"
 
 
@@ -103,10 +106,12 @@ def icl_run(
     lr = RATE["ENTP" if mode == "ENTP" else "decoder"] if lr is None else lr
     task = icl_task(function)
     model = model_for(task, "small", **{**STANDARD, "layers": layers})
-    if size not in ("standard", LEARNED):
+    if size not in ("standard", LEARNED, CAUSAL_FIRST):
         model = model_for(task, size)
-    if size != LEARNED:
+    if size not in (LEARNED, CAUSAL_FIRST):
         model = replace(model, position_embedding="rotary")
+    if size == CAUSAL_FIRST:
+        model = replace(model, causal_layers=1)
     run = Run(
         task,
         model,
@@ -192,7 +197,9 @@ RECIPE = Recipe(
     arms=[
         *(icl_arm(mode, function) for function in POINTS for mode in BOTH),
         icl_arm(RANDOM_PREFIX, "linear"),
-        *(icl_arm(mode, "linear", size) for size in (LEARNED, "medium") for mode in BOTH),
+        *(icl_arm(mode, "linear", LEARNED) for mode in BOTH),
+        icl_arm("ENTP", "linear", CAUSAL_FIRST),
+        *(icl_arm(mode, "linear", "medium") for mode in BOTH),
     ],
     tiny_run=tiny_run,
     tiny_arms={"function": "linear", "size": "standard"},

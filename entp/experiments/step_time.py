@@ -27,6 +27,7 @@ def long_step(run: Run, device: str) -> str | None:
         return None
     speed = matrix_speed()
     try:
+        run.task.batch(run.seed, "train", 0, Plan(run).batch_size(0))  # may not fit into memory
         seconds = first_step(run) / speed
     except Exception:  # an error of the task, which training will tell
         return None

@@ -19,8 +19,6 @@ from multiprocessing import connection, get_context, parent_process
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-import torch
-
 from entp.errors import TrainingStopped
 from entp.training.prefetch import cores
 from entp.training.signals import StopSignals
@@ -166,7 +164,7 @@ def _serve(pipe: Connection, environment: dict[str, str], threads: int) -> None:
     """Do what is asked for until the other side is gone."""
     os.environ.update(environment)  # before anything asks for a GPU
     _wait_quietly()
-    torch.set_num_threads(threads)
+    _share_cores(threads)
     try:
         while True:
             result = _done(pipe.recv_bytes())
@@ -174,6 +172,16 @@ def _serve(pipe: Connection, environment: dict[str, str], threads: int) -> None:
             pipe.send(result)
     except (EOFError, OSError):
         return  # nobody asks any more
+
+
+def _share_cores(threads: int) -> None:
+    """Let torch take so many, now or when it is loaded, unless a person has said how many."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(threads)
 
 
 def _done(message: bytes) -> tuple[int | None, Exception | None]:

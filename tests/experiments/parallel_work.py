@@ -79,6 +79,13 @@ def trains(folder: Path, number: int, device: str) -> int | None:
     return train(run, folder / f"run{number}", device=device, quiet=True).stopped_by
 
 
+def tells_threads(path: Path) -> int | None:
+    import torch
+
+    path.write_text(str(torch.get_num_threads()))
+    return None
+
+
 def tells_variable(path: Path, name: str) -> int | None:
     path.write_text(os.environ[name])
     return None

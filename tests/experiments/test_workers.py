@@ -24,12 +24,14 @@ from parallel_work import (
     raises_odd,
     see,
     stop,
+    tells_threads,
     tells_variable,
     trains,
     until_stopped_or_first,
 )
 
 from entp.errors import TrainingStopped
+from entp.experiments import workers
 from entp.experiments.workers import Ending, in_parallel
 
 
@@ -98,6 +100,18 @@ def test_memory_of_finished_runs_does_not_add_up(tmp_path: Path) -> None:
     assert alive == (0, 0, 0, 0)
     assert used[3] <= used[2] + 2**20
     assert used[3] < 2**27
+
+
+def test_the_cores_are_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would start a thread for each core in every process."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(workers, "cores", lambda: 2)
+    assert list(in_parallel(2, tells_threads, [(tmp_path / "a",)])) == [Ending(0)]
+    assert (tmp_path / "a").read_text() == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(workers, "cores", lambda: 100)
+    assert list(in_parallel(2, tells_threads, [(tmp_path / "b",)])) == [Ending(0)]
+    assert (tmp_path / "b").read_text() == "1"
 
 
 def test_processes_have_the_variables_that_they_are_given(tmp_path: Path) -> None:

@@ -206,12 +206,15 @@ def is_text(path: Path) -> bool:
     return path.name.endswith(SUFFIXES)
 
 
+def format_of(name: str) -> str:
+    """The suffixes by which a file is read, such as .jsonl.xz; nothing for other sources."""
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
+
+
 def stem(path: Path) -> str:
     """The name of a file without its suffixes, or of a folder."""
     name = path.resolve().name
-    for suffix in sorted(SUFFIXES, key=len, reverse=True):
-        name = name.removesuffix(suffix)
-    return name
+    return name.removesuffix(format_of(name))
 
 
 def cut(chunks: Iterable[str]) -> Iterator[Piece]:

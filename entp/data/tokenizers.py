@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from entp.data.manifest import MANIFEST, read_manifest
+from entp.data.words import WordEncoder
 from entp.errors import InputError, one_of
 from entp.files import json_bytes, parse_json
 
@@ -25,6 +26,9 @@ KINDS = ("bytes", "bpe", "gpt2")
 GPT2_VOCAB = 50257
 SMALLEST_BPE = 257
 """Every byte, and the end token."""
+MUCH_TEXT = 100_000
+"""Bytes from which on words are looked up."""
+GPT2_CUT = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 
 
 class Tokenizer:
@@ -103,10 +107,21 @@ class BpeTokenizer(Tokenizer):
         self.kind = "gpt2" if is_gpt2 else "bpe"
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        for text in texts:
-            _utf8(text)
+        data = [_utf8(text) for text in texts]
+        if self._words is None or sum(map(len, data)) < MUCH_TEXT:
+            return [np.array(ids, dtype=np.int32) for ids in self._encode(texts)]
+        return self._words.encode(data)
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
         found = self._library.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(one.ids, dtype=np.int64) for one in found]
+        return [one.ids for one in found]
+
+    @cached_property
+    def _words(self) -> WordEncoder | None:
+        """The faster way to the same tokens, where text is cut as GPT-2 does."""
+        if not _cuts_as_gpt2(parse_json(self._file)):
+            return None
+        return WordEncoder(self._encode, self.token_bytes())
 
     @cached_property
     def pieces(self) -> list[bytes]:
@@ -175,13 +190,18 @@ def gpt2_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """Byte-level BPE with at most `vocab` tokens, trained on these texts."""
+def check_vocab(vocab: int) -> None:
+    """InputError for fewer tokens than a BPE has."""
     if vocab < SMALLEST_BPE:
         raise InputError(
             f"vocab is {vocab}: BPE has at least {SMALLEST_BPE} tokens, one for each byte and the "
             "end token."
         )
+
+
+def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
+    """Byte-level BPE with at most `vocab` tokens, trained on these texts."""
+    check_vocab(vocab)
     library = load_library()
     found = _library_bpe({}, [])
     trainer = library.trainers.BpeTrainer(
@@ -241,6 +261,16 @@ def _vocabulary(file: bytes, where: str) -> dict[str, int]:
             "one by `entp data prepare --tokenizer bpe`."
         )
     return tokens
+
+
+def _cuts_as_gpt2(file: dict[str, Any]) -> bool:
+    """Whether text is cut by GPT-2's regular expression, and nothing but BPE happens to words."""
+    cut = dict(file.get("pre_tokenizer") or {})
+    cut.pop("trim_offsets", None)  # of places in the text, which nobody asks for
+    others = [file.get(name) for name in ("normalizer", "truncation", "padding")]
+    model = file["model"]
+    others += [model.get(name) for name in ("dropout", "continuing_subword_prefix")]
+    return cut == GPT2_CUT and not any(others) and not model.get("end_of_word_suffix")
 
 
 def _byte_alphabet() -> dict[str, int]:

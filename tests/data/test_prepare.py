@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from small_texts import REAL, documents, needs_real_data, write_jsonl
 
-from entp.data import prepare as module
+from entp.data import preparation as module
 from entp.data.manifest import SPLITS
 from entp.data.prepare import prepare, resolve
 from entp.data.shards import Corpus, open_corpus
@@ -25,7 +25,8 @@ from entp.errors import InputError
 SCRIPT = """
 import resource, sys
 from pathlib import Path
-from entp.data import prepare as module
+from entp.data import preparation as module
+from entp.data.prepare import prepare
 from entp.errors import InputError
 
 text, out, tokenizer, limit = sys.argv[1:]
@@ -34,7 +35,7 @@ if int(limit):
 module.BATCH = 4_000
 options = dict(vocab=300, shard_tokens=20_000, save_seconds=0, quiet=True)
 try:
-    module.prepare([Path(text)], Path(out), tokenizer=tokenizer, **options)
+    prepare([Path(text)], Path(out), tokenizer=tokenizer, **options)
 except InputError as error:
     sys.exit(str(error))
 """

@@ -6,20 +6,26 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from entp.config import OptimConfig, Run, TrainConfig, model_for
 from entp.model.build import build_model
+from entp.tasks.base import IGNORE, Batch, Split, Task
 from entp.tasks.counting import Count3
+from entp.training.checkpoint import load
 from entp.training.cuda_graph import Stepper
 from entp.training.distributed import World
 from entp.training.forward import Forward
 from entp.training.loggers import read_metrics
 from entp.training.plan import Plan
 from entp.training.state import new_state
+from entp.training.trainer import Result, train
 
 TASK = Count3(prompt_length=4, length=10, num_values=10)
 FLAGS = [
@@ -31,6 +37,22 @@ FLAGS = [
 ]
 FLAGS += ["--model.width=16"]
 """The command line's way to ask for `small_run()`'s task and model."""
+
+
+@dataclass(frozen=True)
+class Parity(Task):
+    """Whether the number of ones is even: a class for a whole sequence."""
+
+    name: ClassVar[str] = "parity"
+
+    def model_needs(self) -> dict[str, Any]:
+        return {"vocab": 10, "context_length": 10, "outputs": 2}
+
+    def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
+        x = self.rng(seed, split, step).integers(0, 2, (size, 10))
+        y = np.full(x.shape, IGNORE)
+        y[:, -1] = x.sum(1) % 2
+        return Batch(x, y)
 
 
 def small_run(**changes: Any) -> Run:
@@ -58,6 +80,16 @@ def small_run(**changes: Any) -> Run:
         "train": TrainConfig(**train),
     }
     return Run(**{**config, **changes})
+
+
+def fit(run: Run, out: Path, **options: Any) -> Result:
+    """Train on the CPU, without output."""
+    return train(run, out, device="cpu", **{"quiet": True, **options})
+
+
+def last_weights(out: Path) -> dict[str, Tensor]:
+    """Those of a run's last checkpoint."""
+    return load(out, "last").state_dict()
 
 
 def new_stepper(run: Run, device: str = "cpu", world: World | None = None) -> Stepper:

@@ -24,7 +24,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "positions": ("max_position_embeddings", "n_positions"),
 }
 """What HuggingFace's families call the sizes of a model."""
-GATED = ("llama", "mistral", "qwen2")
+GATED = ("llama", "mistral", "qwen2", "modernbert")
 """Types of models with rotary positions and a gate in the MLP."""
 SHIFTED = ("roberta", "xlm-roberta", "mpnet")
 """Types of models whose positions start behind the padding token's id."""

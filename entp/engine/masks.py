@@ -118,7 +118,7 @@ def attend(
 
     q: (batch, heads, query, d). k, v: (batch, heads or fewer, key, d); fewer heads are shared by
         groups.
-    mask: bool, True = seen. bias: (batch or 1, heads, query, key).
+    mask: bool, True = seen. bias: (batch or 1, heads or 1, query, key).
     """
     if k.shape[1] != q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))

@@ -29,7 +29,7 @@ def running_attention(
     """Attention of token i over keys 0..m-1 for every row (prefix of length m, token i): (N, H d).
 
     q, k, v: (B, H, T, d); k and v may have fewer heads, shared by groups.
-    bias: (B or 1, H, T, T), added to the scores.
+    bias: (B or 1, H or 1, T, T), added to the scores.
     """
     kind = v.dtype
     if k.shape[1] != q.shape[1]:

@@ -20,6 +20,7 @@ d head size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from torch import Tensor
 from entp.engine.layout import Packing, pack, positions_of
 from entp.engine.masks import attend
 from entp.engine.online_softmax import at_least_fp32, running_attention
-from entp.engine.protocol import BlockProtocol, ModelProtocol, attention_bias
+from entp.engine.protocol import BlockProtocol, ModelProtocol, attention_biases
 from entp.engine.support import absorbs
 
 
@@ -40,8 +41,8 @@ class Positions(NamedTuple):
     """(B, T) or (T,) position ids of tokens."""
     row_ids: Tensor
     """(N,) position ids of rows."""
-    bias: Tensor | None
-    """(B or 1, H, T, T) added to attention scores, or None."""
+    biases: Sequence[Tensor | None]
+    """For each layer (B or 1, H or 1, T, T) added to attention scores, or None."""
 
 
 def prefix_hidden(
@@ -66,8 +67,8 @@ def prefix_hidden(
 def causal_hidden(model: ModelProtocol, x: Tensor, position_ids: Tensor | None) -> Tensor:
     """A decoder's last block (B, T, D), by project and finish."""
     ids = torch.arange(x.shape[1], device=x.device) if position_ids is None else position_ids
-    h, bias = model.embed(x, position_ids), attention_bias(model, ids, ids)
-    for block in model.stack():
+    h, biases = model.embed(x, position_ids), attention_biases(model, ids, ids)
+    for block, bias in zip(model.stack(), biases, strict=True):
         q, k, v = (x.transpose(1, 2) for x in block.project(h, ids))
         attended = attend(q, k, v, scale=block.scale, causal=True, bias=bias)
         h = block.finish(h, attended.transpose(1, 2).flatten(2))
@@ -84,7 +85,7 @@ def make_positions(
     else:
         ids = position_ids
         row_ids = position_ids.flatten().index_select(0, packing.row_index)
-    return Positions(ids, row_ids, attention_bias(model, ids, ids))
+    return Positions(ids, row_ids, attention_biases(model, ids, ids))
 
 
 def upper_layers(
@@ -92,31 +93,36 @@ def upper_layers(
 ) -> Tensor:
     """Blocks 2..L on packed rows, the last at the end of each prefix only: (M, D)."""
     *middle, last = model.stack()[1:]
-    for block in middle:
-        rows_ND = full_block(block, rows_ND, packing, positions)
+    for block, bias in zip(middle, positions.biases[1:-1], strict=True):
+        rows_ND = full_block(block, rows_ND, packing, positions, bias)
     absorbed = isinstance(model, torch.nn.Module) and absorbs(model)
     return last_layer(last, rows_ND, packing, positions, absorbed)
 
 
 def full_block(
-    block: BlockProtocol, rows_ND: Tensor, packing: Packing, positions: Positions
+    block: BlockProtocol,
+    rows_ND: Tensor,
+    packing: Packing,
+    positions: Positions,
+    bias: Tensor | None,
 ) -> Tensor:
     """A block on every row: full attention inside each prefix."""
     q, k, v = block.project(rows_ND, positions.row_ids)
-    return block.finish(rows_ND, prefix_attention(q, k, v, packing, block.scale, positions.bias))
+    return block.finish(rows_ND, prefix_attention(q, k, v, packing, block.scale, bias))
 
 
 def first_layer(
     block: BlockProtocol, h_BTD: Tensor, packing: Packing, positions: Positions
 ) -> Tensor:
     """Block 1 for every row (N, D), from the embeddings (B, T, D)."""
+    bias = positions.biases[0]
     if packing.one_per_sequence:  # nothing to share: a block like any other
         rows = h_BTD.flatten(0, 1).index_select(0, packing.row_index)
-        return full_block(block, rows, packing, positions)
+        return full_block(block, rows, packing, positions, bias)
     q, k, v = (x.transpose(1, 2) for x in block.project(h_BTD, positions.ids))
     # Scores in full precision, as fused attention keeps them.
     with torch.autocast(h_BTD.device.type, enabled=False):
-        attended = running_attention(q, k, v, packing, block.scale, positions.bias)
+        attended = running_attention(q, k, v, packing, block.scale, bias)
     # The backward pass of F.embedding adds rows up in parallel and in a fixed order.
     rows = F.embedding(packing.row_index, h_BTD.flatten(0, 1))
     return block.finish(rows, attended)
@@ -181,7 +187,7 @@ def last_layer(
             attended = _absorbed_attention(block, rows_ND, packing, last)
     else:
         q, k, v = block.project(rows_ND, positions.row_ids)
-        attended = _last_attention(q[last], k, v, packing, block.scale, positions.bias)
+        attended = _last_attention(q[last], k, v, packing, block.scale, positions.biases[-1])
     return block.finish(rows_ND[last], attended.to(rows_ND.dtype))
 
 

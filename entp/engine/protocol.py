@@ -65,14 +65,26 @@ class ModelProtocol(Protocol):
 class HasBias(Protocol):
     """A model that adds a bias to attention scores, which depends on positions only."""
 
-    def attention_bias(self, query_ids: Tensor, key_ids: Tensor) -> Tensor | None:
-        """(B or 1, H, Q, K) from position ids (Q,) and (K,), or (B, Q) and (B, K)."""
+    def attention_bias(
+        self, query_ids: Tensor, key_ids: Tensor
+    ) -> Tensor | Sequence[Tensor | None] | None:
+        """(B or 1, H or 1, Q, K) from position ids (Q,) and (K,), or (B, Q) and (B, K): the same
+        in every layer, or a list with one for each layer of the stack, None where it has none.
+        Whether there is one may not depend on the ids.
+
+        A finite number, such as -1e30, hides a key: with -inf, layer 1's online softmax is NaN.
+        """
 
 
-def attention_bias(model: ModelProtocol, query_ids: Tensor, key_ids: Tensor) -> Tensor | None:
-    """The model's bias on attention scores, or None if it has none."""
+def attention_biases(
+    model: ModelProtocol, query_ids: Tensor, key_ids: Tensor
+) -> Sequence[Tensor | None]:
+    """The bias on attention scores of each layer of the stack, None where it has none."""
     make = getattr(model, "attention_bias", None)
-    return None if make is None else make(query_ids, key_ids)
+    found = None if make is None else make(query_ids, key_ids)
+    if found is None or isinstance(found, Tensor):
+        return [found] * len(model.stack())
+    return found
 
 
 def causal_stack(model: ModelProtocol) -> Sequence[BlockProtocol]:

@@ -26,7 +26,7 @@ def load(
     dropout: bool = False,
     dtype: torch.dtype | None = None,
 ) -> PretrainedModel:
-    """A pretrained GPT-2, BERT, RoBERTa, MPNet or Llama as a model for `entp.predict`.
+    """A pretrained GPT-2, BERT, RoBERTa, MPNet, ModernBERT or Llama as a model for `entp.predict`.
 
     source: a folder in HuggingFace's format, a .gguf file of a Llama, or with download=True a name
         on the hub.
@@ -46,9 +46,9 @@ def load(
 
 def wrap(network: Any) -> PretrainedModel:
     """The same for a HuggingFace model at hand, or peft's model around one; weights are shared."""
-    from entp.hf import adapters
+    from entp.hf import families
 
-    return adapters.wrap(network)
+    return families.wrap(network)
 
 
 def need_transformers() -> Any:

@@ -10,8 +10,7 @@ The last layer's `finish` includes the final norm, as HuggingFace's last hidden 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,16 +23,15 @@ from entp.errors import InputError
 
 # cuDNN's attention returns NaN gradients with some masks and for single queries.
 SAFE_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-"""Rotary positions whose angles depend on the position alone."""
 
 
 class Layer:
     """One layer of a HuggingFace model: what stands before and after its attention."""
 
-    def __init__(self, layer: Any, norm: nn.Module | None = None) -> None:
-        """norm: what follows the last layer."""
-        self.layer, self.norm = layer, norm
+    def __init__(self, layer: Any, rotary: Any = None) -> None:
+        """rotary: what makes the angles of rotary positions."""
+        self.layer, self.rotary = layer, rotary
+        self.norm: nn.Module | None = None  # what follows the last layer
         self.heads, self.scale = self.shape()
 
     def shape(self) -> tuple[int, float]:
@@ -64,6 +62,8 @@ class PretrainedModel(nn.Module):
     head_name = "lm_head"
     first_position = 0
     """HuggingFace's position id of the first token."""
+    has_local_layers = False
+    """Whether layers may see the tokens nearby alone (HuggingFace's sliding attention)."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
@@ -161,7 +161,8 @@ class PretrainedModel(nn.Module):
 
     def stack(self) -> list[Layer]:
         """The layers as the engine runs them; made anew, since any may have been replaced."""
-        layers = [self.layer_class(layer) for layer in self.layers()]
+        rotary = getattr(self.base, "rotary_emb", None)
+        layers = [self.layer_class(layer, rotary) for layer in self.layers()]
         layers[-1].norm = self.final_norm()
         return layers
 
@@ -261,307 +262,12 @@ def _safe_attention(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return sdpa_kernel(SAFE_BACKENDS) if x.is_cuda else contextlib.nullcontext()
 
 
-def _by_heads(x: Tensor, size: int) -> Tensor:
+def by_heads(x: Tensor, size: int) -> Tensor:
     """(..., H d) as (..., H, d)."""
     return x.unflatten(-1, (-1, size))
 
 
-# GPT-2
-
-
-class Gpt2Layer(Layer):
-    """ln_1, attn, ln_2, mlp; q, k and v come from one product."""
-
-    def shape(self) -> tuple[int, float]:
-        attention = self.layer.attn
-        return attention.num_heads, attention.scaling
-
-    def project(self, h: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        attention = self.layer.attn
-        q, k, v = attention.c_attn(self.layer.ln_1(h)).chunk(3, -1)
-        size = attention.head_dim
-        return _by_heads(q, size), _by_heads(k, size), _by_heads(v, size)
-
-    def after_attention(self, h: Tensor, attended: Tensor) -> Tensor:
-        attention = self.layer.attn
-        h = h + attention.resid_dropout(attention.c_proj(attended))
-        return h + self.layer.mlp(self.layer.ln_2(h))
-
-
-class Gpt2(PretrainedModel):
-    """GPT-2."""
-
-    layer_class: type[Layer] = Gpt2Layer
-
-    def embed(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        ids = self.position_numbers(x, position_ids)
-        return self.base.drop(self.base.wte(x) + self.base.wpe(ids))
-
-    def layers(self) -> Sequence[nn.Module]:
-        return list(self.base.h)
-
-    def final_norm(self) -> nn.Module | None:
-        return self.base.ln_f
-
-
-# BERT family
-
-
-class BertLayer(Layer):
-    """query, key and value; norms come after the residuals."""
-
-    def shape(self) -> tuple[int, float]:
-        attention = self.layer.attention.self
-        return attention.num_attention_heads, attention.attention_head_size**-0.5
-
-    def project(self, h: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        attention = self.layer.attention.self
-        size = attention.attention_head_size
-        products = (attention.query, attention.key, attention.value)
-        q, k, v = (_by_heads(product(h), size) for product in products)
-        return q, k, v
-
-    def after_attention(self, h: Tensor, attended: Tensor) -> Tensor:
-        h = self.layer.attention.output(attended, h)
-        return self.layer.output(self.layer.intermediate(h), h)
-
-
-class Bert(PretrainedModel):
-    """BERT and MiniLM: every token is of type 0."""
-
-    layer_class: type[Layer] = BertLayer
-    head_name = "cls"
-
-    def readout(self, h: Tensor) -> Tensor:
-        if self.head is not None:
-            return self.head(h)
-        return self.network.cls.predictions(h)
-
-
-class Roberta(PretrainedModel):
-    """RoBERTa: positions start behind the padding's. Unlike in HuggingFace's default, a padding
-    token among the inputs takes a position like any other."""
-
-    layer_class: type[Layer] = BertLayer
-
-    def __init__(self, network: Any) -> None:
-        super().__init__(network)
-        self.first_position = self.base.embeddings.padding_idx + 1
-
-
-class MPNetLayer(Layer):
-    """As BERT's, under other names."""
-
-    def shape(self) -> tuple[int, float]:
-        attention = self.layer.attention.attn
-        return attention.num_attention_heads, attention.attention_head_size**-0.5
-
-    def project(self, h: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        attention = self.layer.attention.attn
-        size = attention.attention_head_size
-        q, k, v = (_by_heads(part(h), size) for part in (attention.q, attention.k, attention.v))
-        return q, k, v
-
-    def after_attention(self, h: Tensor, attended: Tensor) -> Tensor:
-        attention = self.layer.attention
-        h = attention.LayerNorm(attention.dropout(attention.attn.o(attended)) + h)
-        return self.layer.output(self.layer.intermediate(h), h)
-
-
-class MPNet(Roberta):
-    """MPNet: RoBERTa's positions, and a bias on attention scores, the same in every layer.
-
-    HuggingFace counts the bias's distances in tokens. Here they are those of the position ids: the
-    same, unless other ids are given.
-    """
-
-    layer_class: type[Layer] = MPNetLayer
-
-    def attention_bias(self, query_ids: Tensor, key_ids: Tensor) -> Tensor:
-        """(B or 1, H, Q, K) from position ids (Q,) and (K,), or (B, Q) and (B, K)."""
-        encoder = self.base.encoder
-        distance = key_ids[..., None, :] - query_ids[..., :, None]
-        bias = encoder.relative_attention_bias(encoder.relative_position_bucket(distance))
-        return bias.movedim(-1, -3).reshape(-1, bias.shape[-1], *distance.shape[-2:])
-
-    def hidden(self, x: Tensor, position_ids: Tensor | None, attention_mask: Tensor) -> Tensor:
-        """HuggingFace's forward pass; with ids of one's own, which its encoder does not take, its
-        layers one after the other."""
-        if position_ids is None:
-            return super().hidden(x, None, attention_mask)
-        h, bias = self.embed(x, position_ids), self.attention_bias(position_ids, position_ids)
-        for layer in self.layers():
-            h = layer(h, attention_mask, bias)[0]
-        return h
-
-
-# Llama family
-
-
-class LlamaLayer(Layer):
-    """q_proj, k_proj, v_proj with rotary positions, o_proj, and a gated MLP."""
-
-    rotary: nn.Module
-
-    def shape(self) -> tuple[int, float]:
-        attention = self.layer.self_attn
-        return attention.config.num_attention_heads, attention.scaling
-
-    def project(self, h: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        attention = self.layer.self_attn
-        normed = self.layer.input_layernorm(h)
-        products = (attention.q_proj, attention.k_proj, attention.v_proj)
-        q, k, v = (_by_heads(product(normed), attention.head_dim) for product in products)
-        # HuggingFace's own angles, which are float32 in every model.
-        cos, sin = self.rotary(h, position_ids.reshape(1, -1))
-        cos, sin = (x.reshape(*position_ids.shape, 1, x.shape[-1]) for x in (cos, sin))
-        # Under autocast angles are wider than q and k, and attention takes one type.
-        return _rotate(q, cos, sin).to(v.dtype), _rotate(k, cos, sin).to(v.dtype), v
-
-    def after_attention(self, h: Tensor, attended: Tensor) -> Tensor:
-        h = h + self.layer.self_attn.o_proj(attended)
-        return h + self.layer.mlp(self.layer.post_attention_layernorm(h))
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions, of halves: the form of HuggingFace's weights."""
     one, two = x.chunk(2, -1)
     return x * cos + torch.cat((-two, one), -1) * sin
-
-
-class Llama(PretrainedModel):
-    """Llama, and Mistral and Qwen2 without sliding attention."""
-
-    layer_class: type[Layer] = LlamaLayer
-
-    def __init__(self, network: Any) -> None:
-        super().__init__(network)
-        # Llama's attention draws its dropout in a function; a module lets the engine see it.
-        self.attention_dropout = nn.Dropout(getattr(self.config, "attention_dropout", 0.0) or 0.0)
-        for norm in _rms_norms(self.base):
-            kind: Any = type(norm)
-            norm.__class__ = _with_wide_gradient(kind)
-
-    def embed(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        return self.base.embed_tokens(x)
-
-    def layers(self) -> Sequence[nn.Module]:
-        return list(self.base.layers)
-
-    def final_norm(self) -> nn.Module | None:
-        return self.base.norm
-
-    def stack(self) -> list[Layer]:
-        layers = super().stack()
-        for layer in layers:
-            assert isinstance(layer, LlamaLayer)
-            layer.rotary = self.base.rotary_emb
-        return layers
-
-
-def _rms_norms(base: Any) -> Iterator[nn.Module]:
-    """The norms of a Llama that are HuggingFace's own, not changed before."""
-    for module in base.modules():
-        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            yield module
-
-
-@functools.cache
-def _with_wide_gradient(kind: Any) -> type[nn.Module]:
-    """A class of norms with the same outputs, and gradients in float64 in a float64 model.
-
-    HuggingFace's norm computes in float32 in every model. Its gradient in a float64 model is then
-    rounded to float32 once for every use of a row, so that sums over prefixes depend on their
-    order. In other types nothing changes.
-    """
-    if getattr(kind, "wide_gradient", False):
-        return kind
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        if x.dtype != torch.float64 or not torch.is_grad_enabled():
-            return kind.forward(self, x)
-        wide = (
-            self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        )
-        with torch.no_grad():
-            rounding = kind.forward(self, x) - wide
-        return wide + rounding
-
-    return type(kind.__name__, (kind,), {"forward": forward, "wide_gradient": True})
-
-
-# What can be wrapped
-
-FAMILIES: dict[str, type[PretrainedModel]] = {
-    "gpt2": Gpt2,
-    "bert": Bert,
-    "roberta": Roberta,
-    "xlm-roberta": Roberta,
-    "mpnet": MPNet,
-    "llama": Llama,
-    "mistral": Llama,
-    "qwen2": Llama,
-}
-"""HuggingFace's `model_type`, and its adapter."""
-
-
-def wrap(network: Any) -> PretrainedModel:
-    """A HuggingFace model, or peft's model around one, as a model of the engine's protocol.
-
-    The weights are shared, not copied.
-    """
-    network = _without_peft(network)
-    config: Any = getattr(network, "config", None)
-    if not isinstance(network, nn.Module) or not hasattr(config, "model_type"):
-        raise InputError(
-            f"a {type(network).__name__} is no HuggingFace model: give a model of transformers, or "
-            "of peft around one."
-        )
-    check_config(config)
-    return FAMILIES[config.model_type](network)
-
-
-def _without_peft(network: Any) -> Any:
-    """The model inside peft's, whose layers have the adapters; refuses what acts outside of it."""
-    if not hasattr(network, "get_base_model") or not hasattr(network, "peft_config"):
-        return network
-    for config in network.peft_config.values():
-        if getattr(config, "is_prompt_learning", False):
-            raise InputError(
-                f"peft's {config.peft_type.value} adds tokens or keys outside of the model's "
-                "layers: LoRA and other adapters inside of layers can be used."
-            )
-    return network.get_base_model()
-
-
-def check_config(config: Any) -> None:
-    """InputError for a configuration that no adapter computes, with the reason."""
-    kind = config.model_type
-    reason = _REFUSED.get(kind) or _why_not(config)
-    if kind not in FAMILIES and kind not in _REFUSED:
-        reason = "no adapter knows its layers"
-    if reason:
-        raise InputError(
-            f"a model of type {kind!r} cannot be used: {reason}. Allowed are "
-            f"{', '.join(FAMILIES)}, with attention over all tokens."
-        )
-
-
-_REFUSED = {
-    "modernbert": "two of three layers have sliding attention, which is no full attention",
-}
-
-
-def _why_not(config: Any) -> str | None:
-    """What in a configuration is not attention over all tokens by position alone, or None."""
-    if getattr(config, "add_cross_attention", False):
-        return "it has cross-attention"
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if kinds or getattr(config, "sliding_window", None) is not None:
-        return "its layers have sliding attention"
-    if getattr(config, "position_embedding_type", None) not in (None, "absolute"):
-        return f"its positions are {config.position_embedding_type}"
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") not in STATIC_ROPE:
-        return f"its rotary angles ({rope['rope_type']}) depend on the length of the sequence"
-    return None

@@ -17,7 +17,8 @@ from entp.config import PretrainedConfig
 from entp.config.pretrained import SHIFTED
 from entp.errors import InputError
 from entp.hf import need_transformers
-from entp.hf.adapters import PretrainedModel, check_config, wrap
+from entp.hf.adapters import PretrainedModel
+from entp.hf.families import FAMILIES, check_config, wrap
 from entp.hf.loading import DROPOUT, MASKED, quiet, turn_dropout_off
 
 SIZES = (
@@ -28,6 +29,8 @@ SIZES = (
     *("layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
     *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters"),
     *("attention_bias", "mlp_bias", "sliding_window", "relative_attention_num_buckets"),
+    *("hidden_activation", "norm_eps", "norm_bias", "local_attention", "decoder_bias"),
+    *("classifier_bias", "classifier_activation", "initializer_cutoff_factor"),
 )
 """What is kept of a configuration even where it is the default, which may change."""
 IRRELEVANT = (
@@ -42,8 +45,11 @@ IRRELEVANT = (
     *("unk_token_id", "mask_token_id"),
     *("position_embedding_type", "layer_types", "use_sliding_window", "max_window_layers"),
     *("quantization_config", "tokenizer_class", "n_ctx", "reorder_and_upcast_attn"),
+    *("classifier_pooling", "deterministic_flash_attn", "reference_compile"),
+    *("sparse_prediction", "sparse_pred_ignore_index", "global_attn_every_n_layers"),
 )
-"""What no forward pass of a model that `check_config` takes depends on, without dropout."""
+"""What no forward pass of a model that `check_config` takes depends on, without dropout; with
+local layers, `layer_types` is kept."""
 
 
 def describe(config: Any) -> dict[str, Any]:
@@ -58,6 +64,8 @@ def describe(config: Any) -> dict[str, Any]:
     }
     if config.model_type in SHIFTED:
         kept["pad_token_id"] = config.pad_token_id
+    if FAMILIES[config.model_type].has_local_layers:
+        kept["layer_types"] = list(config.layer_types)
     return kept
 
 

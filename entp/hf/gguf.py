@@ -19,7 +19,8 @@ import torch
 
 from entp.errors import InputError, one_of
 from entp.hf import need_transformers
-from entp.hf.adapters import PretrainedModel, check_config, wrap
+from entp.hf.adapters import PretrainedModel
+from entp.hf.families import check_config, wrap
 from entp.hf.loading import quiet, readable_errors
 
 SUFFIX = ".gguf"

@@ -12,9 +12,10 @@ from safetensors import SafetensorError
 
 from entp.errors import InputError
 from entp.hf import need_transformers
-from entp.hf.adapters import PretrainedModel, check_config, wrap
+from entp.hf.adapters import PretrainedModel
+from entp.hf.families import check_config, wrap
 
-MASKED = ("bert", "roberta", "xlm-roberta", "mpnet")
+MASKED = ("bert", "roberta", "xlm-roberta", "mpnet", "modernbert")
 """Types of models that were trained to fill in masked tokens."""
 NEEDS = "A folder needs config.json and the weights in model.safetensors."
 DROPOUT = (
@@ -22,7 +23,9 @@ DROPOUT = (
     "attention_probs_dropout_prob",
     "attn_pdrop",
     "embd_pdrop",
+    "embedding_dropout",
     "hidden_dropout_prob",
+    "mlp_dropout",
     "resid_pdrop",
 )
 """Probabilities of dropout in HuggingFace's configurations."""

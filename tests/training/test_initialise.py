@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from small_runs import FLAGS, small_run
+from small_runs import FLAGS, Parity, fit, small_run
 
 from entp.cli.main import main
 from entp.config import EmaConfig, Run, model_for
 from entp.config.json import config_hash, run_from_json, run_to_json
 from entp.errors import InputError
 from entp.model import Transformer
-from entp.tasks.base import IGNORE, Batch, Split, Task
 from entp.training.checkpoint import find, load, load_run, save_model
 from entp.training.initialise import Init, init_from, load_init, read_init, weights_hash, with_init
 from entp.training.loggers import read_metrics
-from entp.training.trainer import Result, train
-
-
-@dataclass(frozen=True)
-class Parity(Task):
-    """Whether the number of ones is even: a class for a whole sequence."""
-
-    name: ClassVar[str] = "parity"
-
-    def model_needs(self) -> dict[str, Any]:
-        return {"vocab": 10, "context_length": 10, "outputs": 2}
-
-    def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
-        x = self.rng(seed, split, step).integers(0, 2, (size, 10))
-        y = np.full(x.shape, IGNORE)
-        y[:, -1] = x.sum(1) % 2
-        return Batch(x, y)
-
-
-def fit(run: Run, out: Path, **options: Any) -> Result:
-    return train(run, out, device="cpu", **{"quiet": True, **options})
 
 
 @pytest.fixture(scope="module")

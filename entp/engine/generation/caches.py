@@ -14,6 +14,7 @@ that will be read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -25,7 +26,7 @@ from entp.engine.api import predict
 from entp.engine.layout import Packing, pack
 from entp.engine.masks import attend, visible
 from entp.engine.packed import Positions, upper_layers
-from entp.engine.protocol import ModelProtocol, attention_bias
+from entp.engine.protocol import ModelProtocol, attention_biases
 
 
 class Cache(Protocol):
@@ -128,17 +129,17 @@ class DecoderCache:
             mask = visible("prefix-lm", time, prefix=self.prefix)[:, None]
         h = self.model.embed(tokens_BT, position_ids)
         ids = torch.arange(time, device=h.device) if position_ids is None else position_ids
-        bias = attention_bias(self.model, ids, ids)
+        biases = attention_biases(self.model, ids, ids)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        for block in self.blocks:
+        for block, bias in zip(self.blocks, biases, strict=True):
             q, k, v = (x.transpose(1, 2) for x in block.project(h, ids))
             self.keys.append(F.pad(k, (0, 0, 0, room)))
             self.values.append(F.pad(v, (0, 0, 0, room)))
             attended = attend(q, k, v, scale=block.scale, mask=mask, causal=mask is None, bias=bias)
             h = block.finish(h, attended.transpose(1, 2).flatten(2))
         self.ids: Tensor | None = None
-        if bias is not None:
+        if any(bias is not None for bias in biases):
             self.ids = F.pad(ids.expand(batch, time), (0, room))
         self.lengths, self.longest = lengths_B, time
         return self.model.readout(h[torch.arange(batch, device=h.device), lengths_B - 1])
@@ -149,12 +150,13 @@ class DecoderCache:
         own = ids[:, None]
         sequence = torch.arange(len(at), device=at.device)
         seen = (torch.arange(self.longest, device=at.device) < self.lengths[:, None])[:, None, None]
-        bias = None
+        biases: Sequence[Tensor | None] = [None] * len(self.blocks)
         if self.ids is not None:
             self.ids[sequence, at] = own[:, 0]
-            bias = attention_bias(self.model, own, self.ids[:, : self.longest])
+            biases = attention_biases(self.model, own, self.ids[:, : self.longest])
         h = self.model.embed(new_B[:, None], own)
-        for block, keys, values in zip(self.blocks, self.keys, self.values, strict=True):
+        layers = zip(self.blocks, biases, self.keys, self.values, strict=True)
+        for block, bias, keys, values in layers:
             q, k, v = block.project(h, own)  # (B, 1, H or KV, d) each
             keys[sequence, :, at], values[sequence, :, at] = k[:, 0], v[:, 0]
             known = (keys[:, :, : self.longest], values[:, :, : self.longest])
@@ -183,13 +185,13 @@ class EntpCache:
         h = self.model.embed(tokens_BT, position_ids)
         ids = torch.arange(time, device=h.device) if position_ids is None else position_ids
         q, k, v = first_qkv(self.model, h, ids)
-        bias = attention_bias(self.model, ids, ids)
-        z, o = first_state(q, k, v, bias, lengths_B)
+        biases = attention_biases(self.model, ids, ids)
+        z, o = first_state(q, k, v, biases[0], lengths_B)
         room = self.capacity - time
         self.h, self.z = F.pad(h, (0, 0, 0, room)), F.pad(z, (0, 0, 0, room))
         self.q, self.k, self.v, self.o = (F.pad(x, (0, 0, 0, 0, 0, room)) for x in (q, k, v, o))
         self.ids: Tensor | None = None
-        if bias is not None or position_ids is not None:
+        if position_ids is not None or any(bias is not None for bias in biases):
             self.ids = F.pad(ids.expand(batch, time), (0, room))
         self.packing = pack(_one_hot(lengths_B, time))
         self.lengths, self.longest = lengths_B, time
@@ -216,7 +218,7 @@ class EntpCache:
         """Let every row see one more key; rows past the end are set when their token comes."""
         q, z, o = (state[:, : self.longest] for state in (self.q, self.z, self.o))
         score = (q * k_B1Hd).sum(-1)
-        bias = self._bias(self._known_ids(), own_B1)
+        bias = self._biases(self._known_ids(), own_B1)[0]
         if bias is not None:
             score = score + bias[..., 0].mT
         z.copy_(torch.logaddexp(z, score))
@@ -227,7 +229,7 @@ class EntpCache:
         k, v = self.k[:, : self.longest], self.v[:, : self.longest]
         padding = torch.arange(self.longest, device=k.device) >= self.lengths[:, None]
         scores = (q_B1Hd * k).sum(-1)
-        bias = self._bias(own_B1, self._known_ids())
+        bias = self._biases(own_B1, self._known_ids())[0]
         if bias is not None:
             scores = scores + bias[:, :, 0].mT
         scores = scores.masked_fill(padding[..., None], float("-inf"))
@@ -240,11 +242,11 @@ class EntpCache:
             return torch.arange(self.longest, device=self.h.device)
         return self.ids[:, : self.longest]
 
-    def _bias(self, query_ids: Tensor, key_ids: Tensor) -> Tensor | None:
-        """The bias on scores; none without ids, which are kept wherever there is one."""
+    def _biases(self, query_ids: Tensor, key_ids: Tensor) -> Sequence[Tensor | None]:
+        """Each layer's bias on scores; none without ids, which are kept wherever there is one."""
         if self.ids is None:
-            return None
-        return attention_bias(self.model, query_ids, key_ids)
+            return [None] * len(self.model.stack())
+        return attention_biases(self.model, query_ids, key_ids)
 
     def _predict(self) -> Tensor:
         """The rest of layer 1 on each row and the layers above it: logits (B, vocab)."""
@@ -255,7 +257,7 @@ class EntpCache:
         ids, row_ids = self._known_ids(), packing.row_token
         if self.ids is not None:
             row_ids = self.ids.flatten()[row]
-        positions = Positions(ids, row_ids, self._bias(ids, ids))
+        positions = Positions(ids, row_ids, self._biases(ids, ids))
         out = upper_layers(self.model, self.block.finish(h_ND, attended_ND), packing, positions)
         return self.model.readout(out[self.caller_order])
 

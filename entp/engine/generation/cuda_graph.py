@@ -17,7 +17,7 @@ from torch import Tensor
 from entp.engine.generation.caches import DecoderCache, first_qkv, first_state
 from entp.engine.layout import Strided
 from entp.engine.masks import attend
-from entp.engine.protocol import ModelProtocol, attention_bias
+from entp.engine.protocol import ModelProtocol, attention_biases
 from entp.engine.streams import side_stream
 from entp.engine.support import Support, support_of
 
@@ -213,9 +213,10 @@ class DecoderStep(_Step):
         at, own = self.length, self.own[:, None]
         self.ids[self.sequence, at] = self.own
         seen = (torch.arange(self.size, device=self.device) <= at[:, None])[:, None, None]
-        bias = attention_bias(model, own, self.ids)
+        biases = attention_biases(model, own, self.ids)
         h = model.embed(self.new[:, None], own)
-        for block, keys, values in zip(model.stack(), self.keys, self.values, strict=True):
+        layers = zip(model.stack(), biases, self.keys, self.values, strict=True)
+        for block, bias, keys, values in layers:
             q, k, v = block.project(h, own)  # (B, 1, H or KV, d) each
             keys[self.sequence, :, at], values[self.sequence, :, at] = k[:, 0], v[:, 0]
             attended = attend(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeGuard
@@ -19,14 +17,13 @@ from entp.config import IMPLS, MODES
 from entp.engine import packed, reference
 from entp.engine.arguments import as_at, as_budget, check_inputs, check_mask, positions
 from entp.engine.budget import default_token_budget
+from entp.engine.devices import LARGEST_HEAD, triton_missing
 from entp.engine.layout import positions_of, split, trim
 from entp.engine.masks import as_prefix, visible
 from entp.engine.protocol import ModelProtocol
 from entp.engine.support import Compute, Support, compare_once, support_of
 from entp.errors import EngineWarning, InputError, one_of
 
-LARGEST_HEAD = 128
-"""Largest head size of the Triton kernels, which have 227 KiB of shared memory."""
 LARGEST_QUERIES = {2: 2**14, 4: 2**14, 8: 2**12}
 """Most numbers in the queries of all heads, each as wide as a row, by the bytes of a number."""
 
@@ -95,18 +92,6 @@ def _slower(impl: str, support: Support, reason: str) -> Choice:
         )
         warnings.warn(text, EngineWarning, stacklevel=4)
     return Choice(impl, f"exact; faster ones would not be: {reason}")
-
-
-def triton_missing(device: torch.device) -> str | None:
-    """Why Triton kernels cannot run on this device, or None if they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return (
-            f"the device is {device.type}, and kernels need CUDA (TRITON_INTERPRET=1 runs them "
-            "slowly on a CPU)"
-        )
-    return None
 
 
 def _too_much_for_kernels(model: Any, device: torch.device) -> str | None:

@@ -31,6 +31,8 @@ _LAYERS = (
 _ACTIVATIONS = (nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.LeakyReLU, nn.ELU)
 rowwise: dict[type[nn.Module], Any] = {kind: kind.forward for kind in (*_LAYERS, *_ACTIVATIONS)}
 """Modules that treat each row by itself, with their forward."""
+replayable: set[str] = {"torch.nn"}
+"""Packages whose modules compute from tensors and fixed settings alone."""
 
 
 def register(kind: type, *methods: str, kernels: bool = False) -> None:
@@ -47,6 +49,12 @@ def register(kind: type, *methods: str, kernels: bool = False) -> None:
 def register_rowwise(*kinds: type[nn.Module]) -> None:
     """Declare modules that treat each row (..., D) by itself."""
     rowwise.update((kind, kind.forward) for kind in kinds)
+
+
+def register_replayable(*packages: str) -> None:
+    """Declare packages whose modules compute from tensors and fixed settings alone, so that a step
+    of theirs may be captured and replayed."""
+    replayable.update(packages)
 
 
 class Fingerprint:
@@ -101,6 +109,7 @@ class Fingerprint:
         return [(t.data_ptr(), t.requires_grad) for t in self.tensors]
 
 
+SETTINGS = (bool, int, float, str, list, tuple)
 IRRELEVANT: dict[type, set[str]] = {
     nn.Linear: {"in_features", "out_features"},
     nn.ReLU: {"inplace"},
@@ -117,7 +126,12 @@ def _names(module: nn.Module) -> list[str]:
     rows_only = kind in rowwise and not isinstance(module, _DropoutNd)
     if kind in registered or rows_only:
         skip.add("training")
-    return [name for name in module.__dict__ if not name.startswith("_") and name not in skip]
+    names = [name for name in module.__dict__ if not name.startswith("_") and name not in skip]
+    if kind in registered or kind in rowwise:
+        return names
+    # Settings of modules that are not known, such as whether a LoRA is active.
+    private = (name for name in module.__dict__ if name.startswith("_"))
+    return names + [name for name in private if isinstance(module.__dict__[name], SETTINGS)]
 
 
 def _methods_now() -> list[object]:

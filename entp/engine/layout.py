@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -14,11 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+BLOCK = 16
+"""Lengths that layer 1's online softmax handles together."""
+T = TypeVar("T")
 
-def _table(make: Callable[[Packing], Tensor]) -> cached_property[Tensor]:
-    """A cached tensor that a backward pass may use, even if it is made in inference mode."""
 
-    def made(packing: Packing) -> Tensor:
+def _table(make: Callable[[Packing], T]) -> cached_property[T]:
+    """Cached tensors that a backward pass may use, even if they are made in inference mode."""
+
+    def made(packing: Packing) -> T:
         with torch.inference_mode(False):
             return make(packing)
 
@@ -85,15 +89,40 @@ class Packing:
         """(M + 1,) int32 first rows, as variable-length attention kernels want them."""
         return F.pad(self.length.cumsum(0), (1, 0)).to(torch.int32)
 
+    @_table
+    def blocks(self) -> list[tuple[slice, Tensor, Tensor]]:
+        """For each block of lengths in layer 1's online softmax: its keys, the last keys of its
+        lengths, and their rows in a dense block.
+
+        A dense block is (lengths of the packing in it, B, tokens up to the block's end, H d): token
+        i of sequence b stands in row (length * B + b) * tokens + i.
+        """
+        time, device = self.longest, self.length.device
+        sequences = self.sequence.split([count for _, count in self.groups])
+        groups = {m: found for (m, _), found in zip(self.groups, sequences, strict=True)}
+        blocks = []
+        for start in range(0, time, BLOCK):
+            stop = min(start + BLOCK, time)
+            lengths = [m for m in range(start + 1, stop + 1) if m in groups]
+            rows = []
+            for at, m in enumerate(lengths):
+                first = (at * self.batch + groups[m])[:, None] * stop
+                rows.append((first + torch.arange(m, device=device)).flatten())
+            ends = torch.tensor(lengths, dtype=torch.long, device=device) - 1
+            blocks.append((slice(start, stop), ends, torch.cat(rows) if rows else ends))
+        return blocks
+
     def tables(self) -> list[Tensor]:
         """All tables, made now: a step that is being captured must find them."""
         return [
             self.bounds,
+            self.last_row,
             self.last_slot,
             self.caller_order,
             self.row_index,
             self.row_of,
             self.row_token,
+            *(table for _, *tables in self.blocks for table in tables),
         ]
 
     @property

@@ -8,7 +8,7 @@ the output o_im = sum_{j<m} exp(s_ij - z_im) v_j, and for any m' < m
 Backward, with g_im the gradient of o_im: ds_ij = sum_{m>j} exp(s_ij - z_im) (g_im v_j - g_im o_im),
 and dv_j likewise with g_im alone. What lengths beyond m' contribute to keys before m' is carried
 the other way, as sums of exp(z_im' - z_im) g_im and of exp(z_im' - z_im) g_im o_im. Every exponent
-is at most 0. Lengths are taken in blocks of BLOCK; only states pass between blocks.
+is at most 0. Lengths are taken in blocks of layout.BLOCK; only states pass between blocks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from entp.engine.layout import Packing
-
-BLOCK = 16
-"""Lengths handled together."""
 
 
 def running_attention(
@@ -49,7 +46,7 @@ class _RunningAttention(torch.autograd.Function):
             scores += bias
         total = torch.logcumsumexp(scores, dim=-1)  # z of length m at m - 1
         state, pieces = torch.zeros_like(v), []
-        for keys, ends, rows in _blocks(packing, scores):
+        for keys, ends, rows in packing.blocks:
             after = total[..., keys.stop - 1, None]
             if len(ends):
                 dense = _block_outputs(scores, total, v, state, keys, ends)
@@ -72,7 +69,7 @@ class _RunningAttention(torch.autograd.Function):
         later = torch.zeros_like(v)  # sum over later lengths of exp(z here - z there) g
         inner = torch.zeros_like(v[..., :1])  # the same of g o
         grad_out, row = grad * out, len(grad)
-        for keys, ends, rows in reversed(_blocks(ctx.packing, scores)):
+        for keys, ends, rows in reversed(ctx.packing.blocks):
             g, go = (t[row - len(rows) : row] for t in (grad, grad_out))
             row -= len(rows)
             weight = torch.exp(scores[..., keys] - total[..., keys.stop - 1, None])
@@ -89,34 +86,10 @@ class _RunningAttention(torch.autograd.Function):
         return ctx.scale * (d_scores @ k), ctx.scale * (d_scores.mT @ q), d_v, d_bias, None, None
 
 
-def _blocks(packing: Packing, scores: Tensor) -> list[tuple[slice, Tensor, Tensor]]:
-    """For each block: its keys, the last keys of its lengths, and their rows in a dense block.
-
-    A dense block is (lengths of the packing in it, B, tokens up to the block's end, H d): token i
-    of sequence b stands in row (length * B + b) * tokens + i.
-    """
-    batch, time, device = scores.shape[0], scores.shape[-1], scores.device
-    counts = [count for _, count in packing.groups]
-    sequences = packing.sequence.split(counts)
-    groups = {m: found for (m, _), found in zip(packing.groups, sequences, strict=True)}
-    blocks = []
-    for start in range(0, time, BLOCK):
-        stop = min(start + BLOCK, time)
-        lengths = [m for m in range(start + 1, stop + 1) if m in groups]
-        rows = []
-        for at, m in enumerate(lengths):
-            first = (at * batch + groups[m])[:, None] * stop
-            rows.append((first + torch.arange(m, device=device)).flatten())
-        ends = torch.tensor(lengths, dtype=torch.long, device=device) - 1
-        row_index = torch.cat(rows) if rows else ends
-        blocks.append((slice(start, stop), ends, row_index))
-    return blocks
-
-
 def _block_outputs(
     scores: Tensor, total: Tensor, v: Tensor, state: Tensor, keys: slice, ends: Tensor
 ) -> Tensor:
-    """Outputs after each key in `ends`, all in the block `keys`: a dense block (see _blocks)."""
+    """Outputs after each key in `ends`, all in the block `keys`: a dense block (Packing.blocks)."""
     weight, z = _block_weights(scores, total, keys, ends)
     dense = (weight.flatten(2, 3) @ v[:, :, keys]).unflatten(2, weight.shape[2:4])
     if keys.start:

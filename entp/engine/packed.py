@@ -1,4 +1,7 @@
-"""All prefixes at once in plain torch, for any model of protocol.py, on CPU and CUDA.
+"""All prefixes at once, for any model of protocol.py: its own modules on packed rows.
+
+Attention is plain torch, and on CUDA our kernels (triton/any_model.py), which read no weights. With
+a bias on scores it is torch's everywhere.
 
 The rows of all prefixes are packed one after the other, shortest prefixes first and without
 padding. Prefixes of equal length stand together: attention over a group needs no mask.
@@ -27,11 +30,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from entp.engine.devices import LARGEST_HEAD, attention_kernels
 from entp.engine.layout import Packing, pack, positions_of
 from entp.engine.masks import attend
 from entp.engine.online_softmax import at_least_fp32, running_attention
 from entp.engine.protocol import BlockProtocol, ModelProtocol, attention_biases
 from entp.engine.support import absorbs
+
+MOST_TILE = 128
+"""Longer prefixes take torch's attention in half precision: our kernel holds no more in a tile."""
 
 
 class Positions(NamedTuple):
@@ -95,7 +102,9 @@ def upper_layers(
     *middle, last = model.stack()[1:]
     for block, bias in zip(middle, positions.biases[1:-1], strict=True):
         rows_ND = full_block(block, rows_ND, packing, positions, bias)
-    absorbed = isinstance(model, torch.nn.Module) and absorbs(model)
+    # Kernels read keys and values in one launch; the absorbed form takes some for each length.
+    kernels = attention_kernels(rows_ND.device, LARGEST_HEAD)
+    absorbed = isinstance(model, torch.nn.Module) and not kernels and absorbs(model)
     return last_layer(last, rows_ND, packing, positions, absorbed)
 
 
@@ -119,13 +128,25 @@ def first_layer(
     if packing.one_per_sequence:  # nothing to share: a block like any other
         rows = h_BTD.flatten(0, 1).index_select(0, packing.row_index)
         return full_block(block, rows, packing, positions, bias)
-    q, k, v = (x.transpose(1, 2) for x in block.project(h_BTD, positions.ids))
+    q, k, v = block.project(h_BTD, positions.ids)
     # Scores in full precision, as fused attention keeps them.
     with torch.autocast(h_BTD.device.type, enabled=False):
-        attended = running_attention(q, k, v, packing, block.scale, bias)
+        attended = first_attention(q, k, v, packing, block.scale, bias)
     # The backward pass of F.embedding adds rows up in parallel and in a fixed order.
     rows = F.embedding(packing.row_index, h_BTD.flatten(0, 1))
     return block.finish(rows, attended)
+
+
+def first_attention(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, bias: Tensor | None = None
+) -> Tensor:
+    """Layer 1's for every row: q (B, T, H, d), k and v (B, T, KV, d) of tokens to (N, H d)."""
+    if bias is None and attention_kernels(q.device, q.shape[-1]):
+        from entp.engine.triton import any_model
+
+        return any_model.first_attention(q, *_shared(q, k, v), packing, scale)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return running_attention(q, k, v, packing, scale, bias)
 
 
 def prefix_attention(
@@ -134,7 +155,14 @@ def prefix_attention(
     """Full attention inside each prefix: q (N, H, d), k and v (N, KV, d) to (N, H d)."""
     size = q.shape[-1]
     half = q.dtype in (torch.bfloat16, torch.float16)
-    if q.is_cuda and half and size % 8 == 0 and size <= 256 and bias is None:
+    fused = q.is_cuda and half and size % 8 == 0 and size <= 256 and bias is None
+    if fused and packing.longest > MOST_TILE:
+        return _varlen(q, k, v, packing, scale)
+    if bias is None and attention_kernels(q.device, size):
+        from entp.engine.triton import any_model
+
+        return any_model.prefix_attention(q, *_shared(q, k, v), packing, scale)
+    if fused:
         return _varlen(q, k, v, packing, scale)
     outputs = []
     by_group = (x.split(packing.row_counts) for x in (q, k, v))
@@ -146,6 +174,14 @@ def prefix_attention(
         attended = attend(one, two, three, scale=scale, bias=own)
         outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
     return torch.cat(outputs)
+
+
+def _shared(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v with as many heads as q, and of one type; heads are the last dimension but one."""
+    groups = q.shape[-2] // k.shape[-2]
+    if groups > 1:
+        k, v = (x.repeat_interleave(groups, dim=-2) for x in (k, v))
+    return k.to(q.dtype), v.to(q.dtype)
 
 
 def _groups_of(packing: Packing) -> tuple[Tensor, ...]:
@@ -164,9 +200,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> 
     """The same in one kernel for all lengths (CUDA, half precision)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if k.shape[1] != q.shape[1]:
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    q, k, v = (x.contiguous() for x in (q, k, v))
+    q, k, v = (x.contiguous() for x in (q, *_shared(q, k, v)))
     bounds, longest = packing.bounds, packing.longest
     out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale)
     return out.flatten(1)  # type: ignore[union-attr]
@@ -187,14 +221,19 @@ def last_layer(
             attended = _absorbed_attention(block, rows_ND, packing, last)
     else:
         q, k, v = block.project(rows_ND, positions.row_ids)
-        attended = _last_attention(q[last], k, v, packing, block.scale, positions.biases[-1])
-    return block.finish(rows_ND[last], attended.to(rows_ND.dtype))
+        q = q.index_select(0, last)
+        attended = last_attention(q, k, v, packing, block.scale, positions.biases[-1])
+    return block.finish(rows_ND.index_select(0, last), attended.to(rows_ND.dtype))
 
 
-def _last_attention(
-    q_MHd: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, bias: Tensor | None
+def last_attention(
+    q_MHd: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, bias: Tensor | None = None
 ) -> Tensor:
     """Attention of one query per prefix over its rows' keys and values (N, KV, d): (M, H d)."""
+    if bias is None and attention_kernels(q_MHd.device, q_MHd.shape[-1]):
+        from entp.engine.triton import any_model
+
+        return any_model.last_attention(q_MHd, *_shared(q_MHd, k, v), packing, scale)
     outputs = []
     queries = q_MHd.split([count for _, count in packing.groups])
     by_group = (x.split(packing.row_counts) for x in (k, v))

@@ -26,7 +26,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from entp.engine.fingerprint import GLOBAL_HOOKS, HOOKS, Fingerprint, readable, registered, rowwise
+from entp.engine.fingerprint import (
+    GLOBAL_HOOKS,
+    HOOKS,
+    Fingerprint,
+    readable,
+    registered,
+    replayable,
+    rowwise,
+)
 from entp.engine.protocol import ModelProtocol, all_layers
 
 MOST_KNOWN = 4
@@ -43,6 +51,8 @@ class Support:
     """A module that may treat rows together, so that packed has to be compared first, or None."""
     kernels: str | None
     """Why the kernels are not exact, or None."""
+    python: str | None
+    """What may depend on Python in each step, so that no step is captured, or None."""
     fingerprint: Fingerprint
     compared: dict[object, str | None] = field(default_factory=dict)
     """What a comparison of packed with the reference found wrong, by type and length."""
@@ -51,8 +61,9 @@ class Support:
 
     @property
     def graphs(self) -> bool:
-        """Whether a step may be captured. A graph replays no Python: nothing may depend on it."""
-        return self.rows is None and self.unknown is None
+        """Whether a training step may be captured. A graph replays no Python: nothing may depend on
+        it."""
+        return self.rows is None and self.python is None
 
 
 _known: WeakKeyDictionary[Any, list[Support]] = WeakKeyDictionary()
@@ -80,7 +91,8 @@ def _look(model: ModelProtocol) -> Support:
     rows = _why_not_rows(model)
     unknown = None if rows else _unknown_module(model)
     kernels = rows or unknown or _why_not_kernels(model)
-    return Support(rows, unknown, kernels, Fingerprint(model))
+    python = unknown and _depends_on_python(model)
+    return Support(rows, unknown, kernels, python, Fingerprint(model))
 
 
 def _why_not_rows(model: Any) -> str | None:
@@ -146,6 +158,32 @@ def _unknown_module(model: Any) -> str | None:
         if found:
             return f"{name} {found}"
     return None
+
+
+def _depends_on_python(model: Any) -> str | None:
+    """A module that may compute something else in each step, with the reason, or None.
+
+    Modules of known classes and of `replayable` packages do not, without hooks.
+    """
+    if any(not _only_watches(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()):
+        return "a global module hook is registered"
+    parts = [("a block", block) for block in all_layers(model) if not isinstance(block, nn.Module)]
+    for name, part in [*model.named_modules(), *parts]:
+        name, kind = name or "the model", type(part)
+        known = kind in registered or kind in rowwise
+        if not known and not _in_packages(kind.__module__, replayable):
+            return f"{name} is a {kind.__name__}"
+        if isinstance(part, nn.Module) and _hooked(part):
+            return f"{name} has a hook"
+        if kind in registered and (found := _changed(part, name)):
+            return found
+        if "forward" in part.__dict__:
+            return f"{name} has a forward of its own"
+    return None
+
+
+def _in_packages(module: str, packages: set[str]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
 def _only_watches(hook: Any) -> bool:

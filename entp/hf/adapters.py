@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from entp.engine.api import predict
+from entp.engine.fingerprint import register_replayable
 from entp.engine.masks import visible
 from entp.errors import InputError
 
+register_replayable("transformers", "peft", "entp.hf")
 # cuDNN's attention returns NaN gradients with some masks and for single queries.
 SAFE_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 

@@ -8,6 +8,7 @@ same targets (cover.py).
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 
 import numpy as np
@@ -18,6 +19,7 @@ from entp.config import OptimConfig
 from entp.engine.api import choose
 from entp.engine.streams import side_stream
 from entp.engine.support import Support, support_of
+from entp.errors import EngineWarning
 from entp.tasks.base import Batch, Task
 from entp.training.cover import COVERED_MODES, Cover
 from entp.training.distributed import Stop, World
@@ -79,8 +81,8 @@ class Stepper:
         """What the graphs belong to: the mode, and the techniques' versions."""
         self.model: tuple[Support, list[tuple[int, bool]]] | None = None
         """The state of the model that they belong to, and where its weights are."""
-        self.by_kernels: dict[str, bool] = {}
-        """Whether the kernels run that model, by mode."""
+        self.chosen: dict[str, str] = {}
+        """Which implementation runs that model, by mode."""
         self.stream = side_stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Batch, stop: Stop = NOBODY) -> Updated:
@@ -109,7 +111,10 @@ class Stepper:
             inputs = self._inputs(how, constant)
             layouts = self._layouts(how, inputs)
             inputs.tables.extend(chunk_tables(layouts, inputs["x"].device))  # cuda:0, not cuda
-            self.graphs[key] = _Captured(self, how, inputs, self.stream)
+            captured = self._capture(how, inputs)
+            if captured is None:
+                return self._eager(how, constant, stop)
+            self.graphs[key] = captured
         self.replayed[key] = self.state.step
         loss, norm = self.graphs[key].replay(self._arrays(constant))
         return Updated(loss, norm, stop)
@@ -192,12 +197,12 @@ class Stepper:
         model = support, support.fingerprint.weights()
         if model != self.model:
             self.model = model
-            self.by_kernels.clear()
+            self.chosen.clear()
             self._forget()
 
     def _can_capture(self, how: Forward, batch: Batch) -> bool:
-        """One process, no hooks, an engine that does not wait for the device, and for padding what
-        a cover needs."""
+        """One process, nothing that depends on Python, an engine that does not wait for the device,
+        and for padding what a cover needs."""
         if not self.use_graphs or self.world.size > 1:
             return False
         if batch.lengths is not None and not self._can_cover(how, batch):
@@ -206,11 +211,10 @@ class Stepper:
             return False
         if how.mode != "entp":
             return True
-        if how.mode not in self.by_kernels:
+        if how.mode not in self.chosen:
             with how.autocast(self.device):
-                chosen = choose(how.impl, self.device, self.state.model)
-            self.by_kernels[how.mode] = chosen.impl == "triton"
-        return self.by_kernels[how.mode]
+                self.chosen[how.mode] = choose(how.impl, self.device, self.state.model).impl
+        return self.chosen[how.mode] != "reference"
 
     def _can_cover(self, how: Forward, batch: Batch) -> bool:
         """Whether padding changes nothing in this mode, and no technique reads the targets."""
@@ -236,6 +240,21 @@ class Stepper:
 
     def _update(self, how: Forward, inputs: Inputs, stop: Stop) -> Updated:
         return update(self.state, inputs, how, self.optim.grad_clip, self.world, stop)
+
+    def _capture(self, how: Forward, inputs: Inputs) -> _Captured | None:
+        """The step as a graph; None, with a warning, where modules that are not ours forbid it."""
+        try:
+            return _Captured(self, how, inputs, self.stream)
+        except RuntimeError as error:
+            ours = self.model is None or self.model[0].unknown is None
+            if ours or isinstance(error, torch.OutOfMemoryError):
+                raise
+            # A capture that fails leaves its own stream behind.
+            torch.cuda.set_stream(torch.cuda.default_stream(self.device))
+            self.use_graphs = False
+            text = f"this step cannot be captured and runs without a CUDA graph: {error}"
+            warnings.warn(text.splitlines()[0], EngineWarning, stacklevel=4)
+            return None
 
     def _eager(self, how: Forward, batch: Batch, stop: Stop) -> Updated:
         """A step on the stream that capturing will use."""
@@ -264,7 +283,7 @@ class _Captured:
     """A step of fixed shapes as a CUDA graph."""
 
     def __init__(
-        self, stepper: Stepper, how: Forward, inputs: Inputs, stream: torch.cuda.Stream
+        self, stepper: Stepper, how: Forward, inputs: Inputs, stream: torch.cuda.Stream | None
     ) -> None:
         self.inputs = inputs
         torch.cuda.synchronize()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from entp.config import Run
-from entp.engine.api import triton_missing
+from entp.engine.devices import triton_missing
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
-from entp.engine.triton import attention, embed, last, loss, mlp, online_softmax, rows
+from entp.engine.triton import any_model, attention, embed, last, loss, mlp, online_softmax, rows
 
 TARGET = GPUTarget("cuda", 90, 32)
 FRONT_END = "front-end"
@@ -92,6 +92,16 @@ def query_kernels(half: torch.dtype, width: int, heads: int) -> dict[str, int]:
     return found
 
 
+def one_query_kernels(half: torch.dtype, size: int) -> dict[str, int]:
+    """The last layer of any model."""
+    wide = torch.float64 if half == torch.float64 else torch.float32
+    base = {"starts": "*i32", "ends": "*i32", "lse": POINTERS[wide]}
+    base |= dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), POINTERS[half])
+    fixed = {"SCALE": 0.1, "WIDE": rows.KINDS[wide], "ROWS": any_model.ROWS, "DP": size}
+    kernels = (any_model._one_query_forward, any_model._one_query_backward)
+    return {kernel.__name__: shared(kernel, base, fixed, 1) for kernel in kernels}
+
+
 def row_kernels(width: int) -> dict[str, int]:
     """The rest, in bf16, at one width."""
     tile, down = rows._tile(width), rows._backward_tile(width, torch.bfloat16)
@@ -137,6 +147,8 @@ GROUPS: dict[str, Callable[[], dict[str, int]]] = {
     "attention": lambda: attention_kernels(torch.bfloat16, 128),
     "attention of 128 keys": lambda: attention_kernels(torch.bfloat16, 64),
     "queries": lambda: query_kernels(torch.bfloat16, 1024, 16),
+    "one query": lambda: one_query_kernels(torch.bfloat16, 128),
+    "one query of float64": lambda: one_query_kernels(torch.float64, 128),
     "rows": lambda: row_kernels(384),
 }
 

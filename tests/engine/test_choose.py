@@ -10,7 +10,8 @@ import torch
 from random_models import random_model
 
 import entp
-from entp.engine.api import LARGEST_HEAD, choose
+from entp.engine.api import choose
+from entp.engine.devices import LARGEST_HEAD
 from entp.errors import InputError
 
 pytest.importorskip("triton")

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from entp import InputError, Transformer, all_prefixes
 from entp.engine import choose, packed, reference
-from entp.engine.layout import pack, split
-from entp.engine.online_softmax import BLOCK, running_attention
+from entp.engine.layout import BLOCK, pack, split
+from entp.engine.online_softmax import running_attention
 
 CLOSE = 1e-9
 """Largest difference allowed in float64, relative to the largest number of the tensor compared."""

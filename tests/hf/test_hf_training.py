@@ -152,13 +152,6 @@ def test_token_budget_leaves_the_steps_as_they_are(tmp_path: Path, budget: int) 
     )
 
 
-def test_steps_are_not_captured(tmp_path: Path) -> None:
-    """A graph replays no Python, and nobody knows what HuggingFace's modules do."""
-    _, init = begin(folder_of("bert", tmp_path / "bert"))
-    assert isinstance(init.model, PretrainedConfig)
-    assert not support_of(build(init.model)).graphs
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm"])
 def test_resumed_run_equals_one_run(family: str, mode: str, tmp_path: Path) -> None:

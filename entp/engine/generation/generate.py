@@ -267,7 +267,8 @@ def make_cache(
     device = next(model.parameters()).device  # type: ignore[attr-defined]
     # With one layer, ENTP and decoder are the same function.
     decoder = mode != "entp" or depth(model) == 1
-    graphs = device.type == "cuda" and support_of(model).graphs
+    support = support_of(model)
+    graphs = device.type == "cuda" and support.graphs and support.unknown is None
     if graphs and (decoder or choose("auto", device, model).impl == "triton"):
         from entp.engine.generation.cuda_graph import CapturedCache, DecoderStep, EntpStep
 

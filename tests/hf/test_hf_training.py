@@ -26,7 +26,6 @@ from torch import Tensor
 import entp
 from entp.config import EmaConfig, OptimConfig, PretrainedConfig
 from entp.config.json import config_hash, run_from_json, run_to_json
-from entp.engine.support import support_of
 from entp.errors import InputError
 from entp.tasks.base import IGNORE
 from entp.tasks.counting import Count3

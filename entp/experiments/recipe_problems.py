@@ -189,6 +189,9 @@ def _table_problems(recipe: Recipe) -> Iterator[str]:
         yield _unknown("slice in table.by", recipe.table.by, slices)
     if recipe.table.versus and recipe.table.versus not in factors:
         yield _unknown("factor in table.versus", recipe.table.versus, factors)
+    for side in (side for pair in recipe.table.pairs for side in pair):
+        if not any(matches(arm.factors, side) for arm in recipe.arms):
+            yield f"table.pairs has {side}: no arm has these factors"
 
 
 def _factors(recipe: Recipe) -> set[str]:
@@ -214,6 +217,8 @@ def _check_problems(recipe: Recipe) -> Iterator[str]:
             yield _unknown("metric in a check", check.metric, metrics)
         elif check.by and check.by not in metrics[check.metric].slices:
             yield _unknown("slice in a check", check.by, metrics[check.metric].slices)
+        if check.best_of and not isinstance(check.right, Mapping):
+            yield f"the check {check.says!r} has best_of and a number: give arms to compare with"
         strangers = [name for name in check.same if name not in factors]
         yield from (_unknown("factor in a check", name, factors) for name in strangers)
         sides = [check.left, check.right] if isinstance(check.right, Mapping) else [check.left]

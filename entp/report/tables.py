@@ -40,7 +40,8 @@ from entp.results.summary import (
     values_of,
     values_within,
 )
-from entp.stats import welch_interval, welch_test
+from entp.results.verdict import select
+from entp.stats import t_interval, t_test, welch_interval, welch_test
 from entp.terminal import format_table
 
 NONE = "-"
@@ -184,7 +185,7 @@ def number(value: float, metric: MetricSpec) -> str:
         return f"{value:.0f}"
     if metric.better == "higher" and abs(value) <= 1:
         return f"{value:.4f}"
-    return f"{value:#.3g}"
+    return f"{value:#.4g}"
 
 
 def grid_table(record: Record) -> TableText | None:
@@ -440,16 +441,19 @@ def _group(record: Record, labels: list[str]) -> str:
 
 
 def versus_table(record: Record) -> TableText | None:
-    """Arms that differ in the factor `table.versus` alone, compared over their seeds: a row for
-    each pair and metric. None where the recipe asks for none, or no pair has values yet."""
+    """Arms that differ in the factor `table.versus` alone, and those of `table.pairs`, compared
+    over their seeds: a row for each pair and metric. None where the recipe asks for none, or no
+    pair has values yet."""
     rows = []
     for label, other in _pairs(record):
+        paired = _are_paired(record, label, other)
         for metric in map(record.metric, _cells(record)):
             ours, theirs = (
                 values_of(record, record.arms[one], metric.name) for one in (label, other)
             )
             if ours and theirs:
-                rows.append([label, other, _title(metric), *_compared(ours, theirs, metric)])
+                compared = _compared(ours, theirs, metric, paired and len(ours) == len(theirs))
+                rows.append([label, other, _title(metric), *compared])
     if not rows:
         return None
     head = ["arm", "against", "metric", "mean, sd, n", "mean, sd, n of the other"]
@@ -492,22 +496,54 @@ def _most(arms: list[ArmRecord], axis: str) -> float | None:
 
 def about_equal(record: Record) -> str:
     metric = _title(record.metric(_cells(record)[0]))
-    return (
+    text = (
         f"Validation {metric} of these arms after as much training as both have had, at the last "
         "evaluation within it; the learning rate of the one that goes on had not decayed by then"
     )
+    tests = [run.test for arm in record.arms.values() for run in arm.runs]
+    most = max((test.concurrent_runs or 1 for test in tests if test is not None), default=1)
+    if most > 1:
+        text += (
+            f". Up to {most} runs shared the device: their seconds are not those of a run alone, "
+            "and say little about equal seconds"
+        )
+    return text
 
 
 def about_versus(record: Record) -> str:
     """What the comparison is."""
-    name = record.table.versus if record.table is not None else ""
+    table = record.table or Table()
+    parts = [f"that differ in {table.versus.replace('_', ' ')} alone"] if table.versus else []
+    parts += ["that the recipe names"] if table.pairs else []
+    test = "Welch"
+    if table.paired:
+        test = "Student's of the differences between runs of one seed; Welch where seeds differ"
     return (
-        f"Arms that differ in {name.replace('_', ' ')} alone, over seeds (sd: standard deviation; "
-        "interval of the difference and two-sided p: Welch)"
+        f"Arms {' and arms '.join(parts)}, over seeds (sd: standard deviation; interval of the "
+        f"difference and two-sided p: {test})"
     )
 
 
 def _pairs(record: Record) -> Iterator[tuple[str, str]]:
+    """Labels of arms that are compared, each pair once."""
+    found = [*_versus_pairs(record)]
+    for one, two in record.table.pairs if record.table is not None else ():
+        found += [
+            (label, other)
+            for label in select(record.arms, one)
+            for other in select(record.arms, two)
+            if label != other
+        ]
+    yield from dict.fromkeys(found)
+
+
+def _are_paired(record: Record, label: str, other: str) -> bool:
+    """Whether runs of one seed are compared with each other."""
+    seeds = [[run.seed for run in record.arms[one].runs] for one in (label, other)]
+    return record.table is not None and record.table.paired and seeds[0] == seeds[1]
+
+
+def _versus_pairs(record: Record) -> Iterator[tuple[str, str]]:
     """Labels of arms that agree in all factors but one: its first value with each other one."""
     name = record.table.versus if record.table is not None else ""
     having = {label: arm.factors for label, arm in record.arms.items() if name in arm.factors}
@@ -519,10 +555,15 @@ def _pairs(record: Record) -> Iterator[tuple[str, str]]:
                 yield label, other
 
 
-def _compared(ours: list[float], theirs: list[float], metric: MetricSpec) -> list[str]:
+def _compared(
+    ours: list[float], theirs: list[float], metric: MetricSpec, paired: bool
+) -> list[str]:
     """The spread of both, their difference with its interval, and p."""
     difference = statistics.fmean(ours) - statistics.fmean(theirs)
     interval, p = welch_interval(ours, theirs), welch_test(ours, theirs)
+    if paired:
+        differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+        interval, p = t_interval(differences), t_test(differences, 0.0)
     return [
         _spread(ours, metric),
         _spread(theirs, metric),

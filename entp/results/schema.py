@@ -123,6 +123,11 @@ class Table:
     versus: str = ""
     """A factor: arms that differ in it alone are compared over their seeds, its first value with
     each other one."""
+    pairs: Annotated[Sequence[tuple[Selector, Selector]], AfterValidator(tuple)] = ()
+    """Arms that are compared besides, whatever else they differ in: each of the first with each of
+    the second."""
+    paired: bool = False
+    """Compare runs of one seed, which read the same data, where both arms have the same seeds."""
     by: str = ""
     """A slice of the first cell's metric: another table has the arms and the baselines in some of
     its bins."""
@@ -204,6 +209,8 @@ class Check:
     reach it, not about the test."""
     axis: Literal["steps", "seconds", "sequences", "flops"] = "steps"
     """What that training is counted in."""
+    best_of: bool = False
+    """Only the best of the left arms is compared, with the best of the right."""
     control: bool = False
     """Whether the others say nothing unless it holds: if it fails, the verdict is undecided."""
 

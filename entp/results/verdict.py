@@ -74,6 +74,8 @@ def _findings(record: Record, check: Check) -> list[Finding]:
     if not isinstance(check.right, Mapping):
         return [_against_number(record, check, label, check.right) for label in left]
     right = select(record.arms, check.right)
+    if check.best_of:
+        return [_best_against_best(record, check, left, right)]
     return [
         _against_arm(record, check, label, other)
         for label in left
@@ -108,6 +110,20 @@ def _against_number(record: Record, check: Check, label: str, number: float) -> 
     right = check.times * number
     p = None if check.p is None else t_test(values, right)
     return _finding(check, label, values, right, f"{_times(check)}{number:g}", p)
+
+
+def _best_against_best(record: Record, check: Check, left: list[str], right: list[str]) -> Finding:
+    """The arms with the best mean on each side."""
+    missing = [told for one in (*left, *right) if (told := _missing(record, check, one))]
+    if missing:
+        return Finding("undecided", "; ".join(missing))
+    choose = max if record.metric(check.metric).better == "higher" else min
+
+    def mean(label: str) -> float:
+        values = _values(record, check, label)
+        return sum(values) / len(values)
+
+    return _against_arm(record, check, choose(left, key=mean), choose(right, key=mean))
 
 
 def _against_arm(record: Record, check: Check, label: str, other: str) -> Finding:

@@ -184,8 +184,8 @@ def test_grid_of_the_recipe_is_shown() -> None:
     table = Table(rows="mode", columns="length", cells=("exact_match", "loss"))
     text = page_of(make_record(arms, table=table))
     assert "|  | length 16 | length 24 |" in text
-    assert "| ENTP | 0.8500 (0.7672 to 0.9069), loss 0.500 | 0.0100 (" in text
-    assert "| decoder | 0 (0 to 0.0370), loss 0.500 | - |" in text
+    assert "| ENTP | 0.8500 (0.7672 to 0.9069), loss 0.5000 | 0.0100 (" in text
+    assert "| decoder | 0 (0 to 0.0370), loss 0.5000 | - |" in text
     told = "Test exact match with its 95 % interval (one seed, test sampling only), and loss."
     assert told in text
 

@@ -83,7 +83,7 @@ def test_terminal_table_is_paper_and_ours() -> None:
             "0.5000",
             "0.5000",
             "0.3750",
-            "0.500",
+            "0.5000",
         ]
     )
     assert cells[0][10:] == ["0 to 1, 2 seeds", "0.1500"]
@@ -100,9 +100,11 @@ def test_0_and_1_are_exact_without_decimals(value: float, cell: str) -> None:
     assert number(value, MetricSpec("exact_match")) == cell
 
 
-def test_losses_have_three_digits() -> None:
+def test_losses_have_four_digits() -> None:
+    """The authors' losses on text, 5.758 and 5.740, differ in the third."""
     loss = MetricSpec("loss", better="lower")
-    assert [number(v, loss) for v in (1.2, 0.00027, 1.47e-7)] == ["1.20", "0.000270", "1.47e-07"]
+    shown = [number(v, loss) for v in (5.758, 0.00027, 1.47e-7)]
+    assert shown == ["5.758", "0.0002700", "1.470e-07"]
 
 
 def test_span_is_the_least_and_the_most() -> None:
@@ -219,6 +221,33 @@ def test_arms_that_differ_in_one_factor_are_compared_over_seeds() -> None:
     assert other[4:] == ["0.0500, -, 1", "0.2900", "-", "-"]
     assert single[:2] == ["ENTP 5000", "decoder 5000"]
     assert single[5:] == ["0.0900", "-", "-"]
+
+
+def test_arms_that_the_recipe_names_are_compared_whatever_they_differ_in() -> None:
+    pairs = [({"mode": "ENTP", "examples": 1250}, {"mode": "decoder", "examples": [5000, 9000]})]
+    found = versus_table(versus_record(table=Table(pairs=pairs)))
+    assert found is not None
+    assert [row[:2] for row in found.rows] == [
+        ["ENTP 1250", "decoder 5000"],
+        ["ENTP 1250", "decoder 9000"],
+    ]
+    both = versus_table(versus_record(table=Table(versus="mode", pairs=pairs)))
+    assert both is not None
+    assert len(both.rows) == 5
+    text = record_table(versus_record(table=Table(pairs=pairs)))
+    assert "Arms that the recipe names, over seeds" in text
+
+
+def test_paired_comparison_is_of_runs_of_one_seed() -> None:
+    """Differences .20, .22, .30: Student's t 7.856 of 2 degrees of freedom. Other seeds: Welch."""
+    record = versus_record(table=Table(versus="mode", paired=True))
+    found = versus_table(record)
+    assert found is not None
+    assert found.rows[0][6:] == ["0.1086 to 0.3714", "0.016"]
+    record.arms["decoder 1250"].runs[0].seed = 7
+    found = versus_table(record)
+    assert found is not None
+    assert found.rows[0][6:] == ["0.1569 to 0.3231", "0.0029"]
 
 
 def test_comparison_has_a_row_for_every_metric_of_the_cells() -> None:

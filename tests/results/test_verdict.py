@@ -66,6 +66,21 @@ def test_check_is_undecided_while_an_arm_is_missing(arm: ArmRecord, told: str) -
     assert outcome({"a": arm}, check(0.5)) == ("undecided", [told])
 
 
+def test_best_arm_is_compared_with_the_best() -> None:
+    """.9 with 8 layers against .8 with 4: that others of the left are behind says nothing."""
+    rights = {("ENTP", 4): 70, ("ENTP", 8): 90, ("decoder", 4): 80, ("decoder", 8): 75}
+    arms = {
+        f"{mode} {n}": arm_record(right, mode=mode, layers=n) for (mode, n), right in rights.items()
+    }
+    one = check({"mode": "decoder"}, "above", best_of=True)
+    found, why = outcome(arms, one)
+    assert found == "holds"
+    assert why == ["ENTP 8: 0.9 is above 0.8 of decoder 4"]
+    assert outcome(arms, check({"mode": "decoder"}, "above"))[0] == "fails"
+    arms["decoder 8"] = arm_record(mode="decoder", layers=8)
+    assert outcome(arms, one) == ("undecided", ["decoder 8: not run"])
+
+
 def test_check_about_no_arm_is_undecided() -> None:
     assert outcome({"a": arm_record(9, mode="x")}, check(0.5))[0] == "undecided"
 

@@ -29,6 +29,7 @@ RECIPES: dict[str, str] = {
     "clutrr": "entp.experiments.recipes.text_tasks:CLUTRR_RECIPE",
     "tinywinogrande": "entp.experiments.recipes.text_tasks:TINYWINOGRANDE_RECIPE",
     "winogrande": "entp.experiments.recipes.text_tasks:WINOGRANDE_RECIPE",
+    "winogrande-full": "entp.experiments.recipes.text_tasks:WINOGRANDE_FULL_RECIPE",
     "lambada": "entp.experiments.recipes.text_tasks:LAMBADA_RECIPE",
     "chase": "entp.experiments.recipes.chase:RECIPE",
 }

@@ -360,6 +360,7 @@ class Recipe:
             test_orders=min(self.test_orders, TINY_ORDERS),
             authors_curves={},
             checks=(),
+            table=self.table and replace(self.table, pairs=()),
             test_on=self.tiny_test_on,
             source=self.source.tiny() if self.source else None,
             command=f"{self.command or f'entp reproduce {self.name}'} --tiny",

@@ -78,6 +78,7 @@ def record_table(record: Record) -> str:
         (about_reach(record), reach_table(record)),
         (about_bins(record), bins_table(record)),
         (about_splits(record), splits_table(record)),
+        ("Answers without a model", _baselines_in_brief(record)),
     ):
         if table is not None:
             parts += ["", about, "", format_table(table.head, table.rows)]
@@ -625,6 +626,12 @@ def baselines_table(record: Record) -> TableText | None:
     if not rows:
         return None
     return TableText(head, [[*row, "; ".join(arms)] for row, arms in rows.items()])
+
+
+def _baselines_in_brief(record: Record) -> TableText | None:
+    """That table where no other has the baselines."""
+    shown = bins_table(record) is not None or splits_table(record) is not None
+    return None if shown else baselines_table(record)
 
 
 def _baselines(record: Record, arm: ArmRecord) -> Baselines:

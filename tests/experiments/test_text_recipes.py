@@ -6,21 +6,27 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from small_runs import small_run
 
 from entp.config import Run
 from entp.config.json import read_run
 from entp.data.prepare import resolve
+from entp.engine.flops import decoder_flops, engine_flops
 from entp.errors import InputError
 from entp.experiments.collect import find_folder, match_runs
 from entp.experiments.recipe import Arm, Recipe, check_recipe, find_recipe
 from entp.experiments.recipes import text, text_tasks
 from entp.experiments.reproduce import reproduce
+from entp.report.tables import _pairs
 from entp.results.store import read_record
+from entp.tasks.base import Batch
 from entp.tasks.counting import Count3
 from entp.tasks.text import Text
 from entp.training.initialise import read_init, weights_hash
+from entp.training.techniques.random_targets import RandomTargets
 
 
 def pretrained() -> Recipe:
@@ -183,3 +189,37 @@ def test_downstream_runs_begin_with_language_models_of_their_seed() -> None:
         assert arm.run.task.split_seed == arm.run.seed  # type: ignore[attr-defined]
     pretraining = {arm.hash for arm in text.RECIPE.runs()}
     assert {arm.hash for arm in text_tasks.WINOGRANDE_RECIPE.runs()} <= pretraining
+
+
+def test_decoder_of_equal_flops_has_entps() -> None:
+    """Operations of a step of 32 sequences of 128 tokens, all of them targets."""
+    model = text.text_run("ENTP", 25).model
+    targets = torch.ones(text.BATCH_SIZE, text.ALL, dtype=torch.bool)
+    ratio = engine_flops(model, targets).total / decoder_flops(model, targets).total
+    assert 25 * ratio == pytest.approx(text.EQUAL_FLOPS, rel=0.01)
+
+
+def test_long_blocks_draw_every_position_so_that_steps_repeat() -> None:
+    run = next(arm.run for arm in text.BLOCK_RECIPE.arms if arm.factors["mode"] == "ENTP")
+    assert run.random_targets is not None
+    assert run.batch_size * run.random_targets.count >= text.LONG_BLOCK
+    y = np.zeros((run.batch_size, text.LONG_BLOCK), dtype=np.int64)
+    draws = [RandomTargets(run).draw(step, Batch(y, y)) for step in range(3)]
+    assert draws[0] is not None
+    masks = [draw.mask for draw in draws if draw is not None]
+    assert all(np.array_equal(masks[0], mask) for mask in masks)
+
+
+FACTORS = {"schedule": "own", "tokens": 25, "targets": text.ALL}
+
+
+def test_compute_is_compared_in_the_table() -> None:
+    """ENTP of 25 million tokens meets the decoders that read more."""
+    recipe = find_recipe("openwebtext")
+    assert recipe.table is not None
+    record = recipe.record()
+    pairs = list(_pairs(record))
+    entp = next(arm.label for arm in recipe.arms if arm.factors == {**FACTORS, "mode": "ENTP"})
+    for tokens in (text.EQUAL_SECONDS, text.EQUAL_FLOPS):
+        (decoder,) = (arm.label for arm in recipe.arms if arm.factors["tokens"] == tokens)
+        assert (entp, decoder) in pairs

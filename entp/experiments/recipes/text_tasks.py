@@ -1,8 +1,8 @@
 """Table "downstream results": what the language models of `openwebtext` do on other tasks.
 
-`tinywinogrande`, `winogrande`, `lambada`: without training, by the likelihood of continuations. The
-paper has TinyWinoGrande, 100 items, on which five points are one standard error; `winogrande` has
-all 1,267.
+`tinywinogrande`, `winogrande`, `winogrande-full`, `lambada`: without training, by the likelihood of
+continuations. The paper has TinyWinoGrande, 100 items, on which five points are one standard error;
+`winogrande` has all 1,267.
 `clutrr`: fine-tuned to say how two people of a story are related. Its factor `head`:
   tokens  the authors' way: the language-model head says the relation; without the relations in law,
           and without stories beyond 128 tokens, which drops most of the longest chains
@@ -80,15 +80,15 @@ CLUTRR_RECIPE = Recipe(
     arms=[clutrr_arm(mode, head) for head in HEADS for mode in BOTH],
     tiny_run=tiny_clutrr,
     tiny_arms={"head": "class"},
-    table=Table(rows="head", columns="mode", cells="accuracy", versus="mode"),
+    table=Table(rows="head", columns="mode", cells="accuracy", versus="mode", paired=True),
     figure=(
         Figure("slices", x="chain", y="accuracy", lines="mode", panels="head"),
         Figure("curves", y=("accuracy", "loss"), lines="mode", panels="head"),
     ),
     reproduced_if=(
         "Written before these runs. ENTP's mean accuracy on validation stories is above the "
-        "decoder's with the authors' head, p < 0.05 (Welch, three seeds), as in the paper's table, "
-        "which is of the validation stories."
+        "decoder's with the authors' head, p < 0.01 over three pairs of seeds, as in the paper's "
+        "table, which is of the validation stories."
     ),
     checks=(
         Check(
@@ -97,7 +97,8 @@ CLUTRR_RECIPE = Recipe(
             "accuracy",
             "above",
             {"mode": "decoder", "head": "tokens"},
-            p=0.05,
+            p=0.01,
+            paired=True,
             source="split:valid",
         ),
     ),
@@ -132,7 +133,7 @@ def zero_shot(
         tiny_test_on=replace(task, tokenizer="bytes", block=32),
         folder=text.RECIPE.name,
         prepare=text.RECIPE.prepare,
-        table=Table(rows="tokens", columns="mode", cells="accuracy", versus="mode"),
+        table=Table(rows="tokens", columns="mode", cells="accuracy", versus="mode", paired=True),
         figure=Figure("slices", x="tokens", y="accuracy", lines="mode"),
         **more,
     )
@@ -152,7 +153,7 @@ WINOGRANDE_RECIPE = zero_shot(
     Winogrande(tokenizer="gpt2"),
     reproduced_if=(
         "Written before these runs. ENTP's mean accuracy over all 1,267 items is above the "
-        "decoder's with 25 million tokens, p < 0.05 (Welch, three seeds)."
+        "decoder's with 25 million tokens, p < 0.01 over three pairs of seeds."
     ),
     checks=(
         Check(
@@ -161,9 +162,16 @@ WINOGRANDE_RECIPE = zero_shot(
             "accuracy",
             "above",
             {"mode": "decoder", "tokens": 25},
-            p=0.05,
+            p=0.01,
+            paired=True,
         ),
     ),
+)
+WINOGRANDE_FULL_RECIPE = zero_shot(
+    "winogrande-full",
+    "WinoGrande, zero-shot, all 1,267 sentences, with the likelihood of the option too",
+    "Does the way of scoring change which architecture is ahead?",
+    Winogrande(tokenizer="gpt2", scoring="full"),
 )
 LAMBADA_RECIPE = zero_shot(
     "lambada",

@@ -49,6 +49,12 @@ def corpus_folders() -> list[Path]:
     return list(dict.fromkeys(folder for folder in found if (folder / MANIFEST).is_file()))
 
 
+def corpora_below(folder: Path) -> dict[str, Path]:
+    """The prepared corpora directly below a folder, by their hashes."""
+    found = {_hash_of(path): path for path in _below(folder) if (path / MANIFEST).is_file()}
+    return {key: path for key, path in found.items() if key is not None}
+
+
 def find_corpus(corpus: str) -> Path:
     """The folder of the prepared corpus with this hash."""
     if not is_hash(corpus):

@@ -20,10 +20,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from entp.data.manifest import manifest_hash
-from entp.data.places import add_place, find_corpus, places
+from entp.data.manifest import MANIFEST, manifest_hash
+from entp.data.places import add_place, corpora_below, places
 from entp.data.prepare import resolve
 from entp.data.shards import Corpus, TokenStream, open_corpus
+from entp.data.sources import is_text
 from entp.data.tokenizers import Tokenizer, read_tokenizer
 from entp.errors import InputError
 from entp.fields import check_numbers, choice_problems, raise_problems
@@ -110,16 +111,28 @@ class Text(Task):
         return replace(self, corpus=found.hash, vocab=_model_vocab(found))
 
     def _named(self, data: str | None) -> Corpus:
-        """The corpus that `data` names; a folder may also hold the task's own below it."""
+        """The corpus that `data` names, whatever is found elsewhere."""
         if data is None:
             return open_corpus(self.corpus) if self.corpus else resolve(DEFAULT)
-        if self.corpus and Path(data).is_dir():
-            add_place(Path(data))
-            try:
-                return open_corpus(find_corpus(self.corpus))
-            except InputError:
-                pass
-        return resolve(data)
+        folder = Path(data)
+        if not self.corpus or not folder.is_dir() or (folder / MANIFEST).is_file():
+            return resolve(data)
+        return self._below(folder)
+
+    def _below(self, folder: Path) -> Corpus:
+        """The task's own corpus in a folder that is none itself, or the text in it."""
+        there = corpora_below(folder)
+        if self.corpus in there:
+            add_place(folder)
+            return open_corpus(there[self.corpus])
+        if not there and any(is_text(path) for path in folder.iterdir()):
+            return resolve(str(folder))
+        others = ", ".join(path.name for path in there.values()) or "none"
+        raise InputError(
+            f"{folder} is no prepared corpus, and of those directly below it ({others}) none is "
+            f"{self.corpus}: give --data the folder of a corpus, one that holds {self.corpus}, or "
+            "text."
+        )
 
     def _check_tokenizer(self, other: Corpus) -> None:
         """InputError unless the other corpus has the tokenizer of this one."""

@@ -21,6 +21,7 @@ from small_runs import environment, run_python
 from entp.cli.generate import pieces
 from entp.cli.main import main
 from entp.data.places import cache_folder
+from entp.data.shards import open_corpus
 from entp.data.tokenizers import ByteTokenizer, Tokenizer
 from entp.tasks.text import Text
 
@@ -125,6 +126,29 @@ def test_evaluate_on_other_text(folder: Path, capsys: pytest.CaptureFixture[str]
         for data in ("notes.txt", "digits.txt")
     )
     assert other > own + 0.2
+
+
+def test_prepared_folder_is_what_is_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By every command, though the run's own corpus is in the cache."""
+    (folder / "squares.txt").write_text(" ".join(str(n * n) for n in range(1000, 2500)))
+    read(capsys, "data", "prepare", "squares.txt", "--out=corpora/squares")
+    squares = "--data=corpora/squares"
+    words = ("evaluate", "run", "--batches=all", "--json")
+    text = json.loads(read(capsys, *words, "--data=squares.txt")[0])
+    assert json.loads(read(capsys, *words, squares)[0]) == text
+    assert json.loads(read(capsys, *words)[0])["loss"] < text["loss"]
+    prompts = read(capsys, "generate", "run", squares, "--max-new-tokens=1")[0]
+    assert re.search(r"\d{5}", prompts)
+    read(capsys, "train", "text", squares, *TINY, "--steps=2", "--out=squares-run")
+    tiny = ("reproduce", "text-block", "--tiny", "--no-baselines", "--out=reproduced")
+    read(capsys, *tiny, squares)
+    configs = [folder / "squares-run/config.json", *folder.glob("reproduced/**/config.json")]
+    corpora = {json.loads(path.read_text())["task"]["corpus"] for path in configs}
+    assert corpora == {open_corpus(folder / "corpora/squares").hash}
+    assert len(configs) > 2
+    err = refused(capsys, "evaluate", "run", "--data=corpora")
+    assert "is no prepared corpus, and of those directly below it (squares) none is" in err
+    assert len(err.splitlines()) == 1
 
 
 def test_generate_prints_prompt_and_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

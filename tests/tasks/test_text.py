@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -290,6 +291,45 @@ def test_other_text_needs_the_same_tokens(corpus: Corpus, bpe: Corpus, folder: P
     assert other.corpus != task.corpus
     with pytest.raises(InputError, match=r"another tokenizer .bpe of 290 tokens"):
         task.with_data(bpe.hash)
+
+
+@pytest.fixture
+def other(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
+    """Another corpus of bytes, which no place has; the task's own is in the cache."""
+    monkeypatch.setenv("ENTP_DATA", "")  # and back after the test, which adds places
+    text = write(tmp_path / "other.jsonl", texts(30, seed=1))
+    return open_corpus(prepare([text], tmp_path / "prepared/other", quiet=True))
+
+
+def test_folder_of_a_corpus_is_that_corpus(corpus: Corpus, bpe: Corpus, other: Corpus) -> None:
+    """Though the task's own is found too."""
+    task = Text(corpus.hash)
+    found = task.with_data(str(other.folder))
+    assert found.corpus == other.hash != corpus.hash
+    tokens = all_tokens(other, "test")
+    assert sum(len(batch.targets) for batch in whole_split(found, "test", 4)) == len(tokens)
+    with pytest.raises(InputError, match=r"another tokenizer .bpe of 290 tokens"):
+        task.with_data(str(bpe.folder))
+
+
+def test_folder_of_corpora_has_to_hold_the_tasks_own(corpus: Corpus, other: Corpus) -> None:
+    task, above = Text(corpus.hash), other.folder.parent
+    with pytest.raises(InputError, match=rf"directly below it \(other\) none is {corpus.hash}"):
+        task.with_data(str(above))
+    shutil.copytree(corpus.folder, above / "own")
+    assert task.with_data(str(above)) == task
+    assert open_corpus(corpus.hash).folder == above / "own"
+
+
+def test_folder_without_a_corpus_is_text_or_refused(corpus: Corpus, tmp_path: Path) -> None:
+    task = Text(corpus.hash)
+    (tmp_path / "texts/more").mkdir(parents=True)
+    with pytest.raises(InputError, match=rf"directly below it \(none\) none is {corpus.hash}"):
+        task.with_data(str(tmp_path / "texts"))
+    write(tmp_path / "texts/some.jsonl", texts(30, seed=2))
+    found = open_corpus(task.with_data(str(tmp_path / "texts")).corpus)
+    assert found.name == "texts"
+    assert [source["name"] for source in found.manifest["sources"]] == ["some.jsonl"]
 
 
 def test_vocabulary_follows_the_corpus(bpe: Corpus) -> None:

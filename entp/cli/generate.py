@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from entp.cli.evaluate import Checkpoint, open_run
@@ -89,11 +90,12 @@ def _print_streams(
     from entp.engine.generation.generate import stream
 
     for number, prompt in enumerate(prompts):
-        _say_if_sliding(model, len(prompt) + how["max_new_tokens"] - 1)
         new = stream(model, prompt, seed=seed + number, slide=True, **how)
+        first = next(new)  # what cannot be generated is refused before anything is printed
+        _say_if_sliding(model, len(prompt) + how["max_new_tokens"] - 1)
         if number:
             print(BETWEEN)
-        for text in pieces(run.task, _chain(prompt, new)):
+        for text in pieces(run.task, _chain(prompt, chain([first], new))):
             print(text, end="", flush=True)
         print(flush=True)
 

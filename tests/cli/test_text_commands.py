@@ -160,6 +160,26 @@ def test_generate_prints_prompt_and_text(folder: Path, capsys: pytest.CaptureFix
     assert three.count("-" * 20) == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--temperature=-1"], "temperature is -1"),
+        (["--max-new-tokens=0"], "max_new_tokens is 0"),
+        (["--top-p=3"], "top_p is 3"),
+        (["--top-k=0", "--max-new-tokens=40"], "top_k is 0"),
+        (["--seed=-1", "--temperature=1"], "seed is -1"),
+    ],
+)
+def test_generate_refuses_before_it_prints(
+    words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "run", "--prompt", "the cat", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
 def test_generate_slides_and_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("generate", "run", "--prompt", "the cat", "--seed=1", "--temperature=1")
     short, err = read(capsys, *words, "--max-new-tokens=10")

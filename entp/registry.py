@@ -19,6 +19,8 @@ def find_named(what: str, name: str, known: Mapping[str, str], form: str) -> Any
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
+        told = str(error).rstrip(".")
+        stop = "" if told.endswith("?") else "."
         raise InputError(
-            f"{what} {name!r} cannot be imported: {error}. Give {form}, importable from here."
+            f"{what} {name!r} cannot be imported: {told}{stop} Give {form}, importable from here."
         ) from None

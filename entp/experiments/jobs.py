@@ -20,6 +20,7 @@ from entp.experiments.collect import read_folder
 from entp.experiments.cost import carrying
 from entp.experiments.recipe import ArmRun
 from entp.training import prefetch
+from entp.training.plan import Plan
 
 AT_ONCE, IN_TURNS = 8, 2
 """Most runs that share a GPU, where their kernels run at the same time and where they take turns:
@@ -44,32 +45,53 @@ class Step(NamedTuple):
     """What a training step computes."""
 
     rows: int
-    """Rows of prefixes, or of sequences in other modes than entp."""
+    """Rows of prefixes; in other modes than entp, tokens of sequences."""
     flops: int
 
 
+Part = tuple[range, Step]
+"""Some steps of a run, and what each of them computes."""
+
+
 def step_of(run: Run) -> Step:
-    """A typical step of a run. Where its task cannot tell, which is an error of that run alone, one
-    of whole sequences."""
+    """The mean step of a run, over its modes and batch sizes."""
+    parts = parts_of(run)
+    steps = sum(len(part) for part, _ in parts)
+    rows, flops = (sum(len(part) * step[n] for part, step in parts) / steps for n in (0, 1))
+    return Step(round(rows), round(flops))
+
+
+def parts_of(run: Run) -> tuple[Part, ...]:
+    """The steps of a run, cut where their mode or batch size changes, each part with a typical
+    step. Where its task cannot tell, which is an error of that run alone, one of whole
+    sequences."""
     try:
-        return _step(replace(run, task=run.task.for_seed(0), seed=0))
+        return _parts(replace(run, task=run.task.for_seed(0), seed=0))
     except Exception:
-        return Step(run.batch_size * run.model.context_length, 0)
+        return ((range(run.steps), Step(run.batch_size * run.model.context_length, 0)),)
 
 
 @lru_cache(maxsize=256)
-def _step(run: Run) -> Step:
-    late = run.steps - 1  # after any curriculum
-    targets = carrying(run, late, run.task.batch(0, "train", late, run.batch_size))
-    if run.mode == "entp":
+def _parts(run: Run) -> tuple[Part, ...]:
+    plan = Plan(run)
+    return tuple((part, _step(run, plan, part[-1])) for part in plan.segments(0, run.steps))
+
+
+def _step(run: Run, plan: Plan, step: int) -> Step:
+    """One step; a task's own curriculum is over at the end of a part, if at all."""
+    batch = run.task.batch(0, "train", step, plan.batch_size(step))
+    targets = carrying(run, step, batch)
+    if plan.mode(step) == "entp":
         return Step(sum(rows_of(targets)), engine_flops(run.model, targets).total)
     return Step(targets.numel(), decoder_flops(run.model, targets).total)
 
 
 def expected_seconds(run: Run, done: int = 0) -> float:
     """About how long a run takes on a GPU after so many steps: good for comparisons."""
-    steps = max(0, run.steps - done)
-    seconds = steps * (STEP_SECONDS + step_of(run).flops / FLOPS_PER_SECOND)
+    seconds = 0.0
+    for part, step in parts_of(run):
+        left = len(range(max(done, part.start), part.stop))
+        seconds += left * (STEP_SECONDS + step.flops / FLOPS_PER_SECOND)
     return min(seconds, run.train.max_seconds or math.inf)
 
 
@@ -119,4 +141,5 @@ def run_bytes(run: Run) -> int:
     model = run.model
     per_row = ROW_BYTES * model.depth * model.width
     weights = 12 * model.layers * model.width**2
-    return OWN_BYTES + step_of(run).rows * per_row + WEIGHT_BYTES * weights
+    rows = max(step.rows for _, step in parts_of(run))
+    return OWN_BYTES + rows * per_row + WEIGHT_BYTES * weights

@@ -11,7 +11,7 @@ from small_records import small_recipe
 from small_runs import small_run
 
 from entp.bench.shapes import RandomTokens
-from entp.config import Mode, Run, TrainConfig, model_for
+from entp.config import BatchScheduleConfig, CurriculumConfig, Mode, Run, TrainConfig, model_for
 from entp.errors import InputError
 from entp.experiments import jobs
 from entp.experiments.jobs import (
@@ -23,6 +23,7 @@ from entp.experiments.jobs import (
     step_of,
 )
 from entp.experiments.recipe import Arm, Recipe
+from entp.experiments.recipes.icl import RANDOM_PREFIX, icl_run
 from entp.experiments.reproduce import reproduce
 from entp.tasks.base import Batch
 from entp.tasks.counting import Count3
@@ -56,6 +57,40 @@ def test_expected_seconds_follow_steps_and_the_clock() -> None:
     assert expected_seconds(run, done=2000) == 0
     assert expected_seconds(replace(run, train=TrainConfig(max_seconds=1.0))) == 1.0
     assert expected_seconds(run) > 2 * expected_seconds(windows("decoder", steps=1000))
+
+
+def with_prefixes(run: Run, steps: int) -> Run:
+    """The run with its first steps at a decoder's cost."""
+    return replace(run, curriculum=CurriculumConfig(steps, "random-prefix"))
+
+
+def test_steps_count_in_the_mode_that_each_is_trained_in() -> None:
+    entp, decoder = windows("entp", steps=1000), windows("decoder", steps=1000)
+    assert step_of(with_prefixes(entp, 1000)) == step_of(decoder)
+    assert expected_seconds(with_prefixes(entp, 1000)) == pytest.approx(expected_seconds(decoder))
+    mixed = with_prefixes(entp, 750)
+    rows, flops = (
+        0.75 * a + 0.25 * b for a, b in zip(step_of(decoder), step_of(entp), strict=True)
+    )
+    assert step_of(mixed) == (round(rows), round(flops))
+    seconds = 0.75 * expected_seconds(decoder) + 0.25 * expected_seconds(entp)
+    assert expected_seconds(mixed) == pytest.approx(seconds)
+    assert expected_seconds(mixed, done=750) == pytest.approx(expected_seconds(entp) / 4)
+    assert run_bytes(mixed) == run_bytes(entp)  # its largest steps have to fit
+
+
+def test_steps_count_with_the_batch_size_of_each() -> None:
+    late = BatchScheduleConfig(step=500, batch_size=128)
+    run = windows("decoder", steps=1000, batch_schedule=late)
+    assert step_of(run).rows == 64 * (64 + 128) / 2
+
+
+def test_a_random_prefix_of_icl_shares_a_gpu_as_a_decoder_does() -> None:
+    runs = {mode: icl_run(mode, "linear") for mode in ("decoder", RANDOM_PREFIX)}
+    seconds = {mode: expected_seconds(run) for mode, run in runs.items()}
+    assert seconds[RANDOM_PREFIX] == pytest.approx(seconds["decoder"])
+    many = {mode: fitting([run] * 100, H200, 16, True) for mode, run in runs.items()}
+    assert many[RANDOM_PREFIX] == many["decoder"] == jobs.AT_ONCE
 
 
 def test_task_that_fails_is_its_own_runs_affair() -> None:

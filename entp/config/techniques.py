@@ -99,6 +99,8 @@ class CurriculumConfig:
     uniform_lengths: bool = False
     """With random-prefix: every length has the same weight, in large batches. Without it the first
     of n has 1/n of the last one's."""
+    prefixes: Literal["rising", "always"] = "rising"
+    """With random-prefix. always: every sequence has a random prefix, from the first step on."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "curriculum.")
@@ -111,6 +113,11 @@ class CurriculumConfig:
             problems.append(
                 "curriculum.uniform_lengths is for curriculum.mode random-prefix, not "
                 f"{self.mode}, where every length has the same weight anyway"
+            )
+        if self.prefixes != "rising" and self.mode != "random-prefix":
+            problems.append(
+                f"curriculum.prefixes {self.prefixes} is for curriculum.mode random-prefix, not "
+                f"{self.mode}"
             )
         raise_problems(problems)
 

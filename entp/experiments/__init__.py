@@ -8,6 +8,7 @@ RECIPES: dict[str, str] = {
     "count3-rates": "entp.experiments.recipes.count3_rates:RECIPE",
     "count3-bert": "entp.experiments.recipes.count3_bert:RECIPE",
     "count3-llm": "entp.experiments.recipes.llm:RECIPE",
+    "count3-causality": "entp.experiments.recipes.llm:CAUSALITY_RECIPE",
     "count2-llm": "entp.experiments.recipes.llm:CONTROL_RECIPE",
     "match3": "entp.experiments.recipes.match3:RECIPE",
     "addition-samples": "entp.experiments.recipes.addition:RECIPE",

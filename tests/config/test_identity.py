@@ -185,6 +185,7 @@ OTHER_VALUES = {
     "curriculum.mode": "decoder",
     "curriculum.lr": 2e-3,
     "curriculum.uniform_lengths": False,
+    "curriculum.prefixes": "always",
     "init": "0123456789abcdef",
 }
 """Another allowed value of each field to which 1 cannot be added."""

@@ -59,9 +59,10 @@ SCRATCH_STOP = 0.99
 """Tuned ENTP stops at this exact match on 1,024 validation sequences."""
 RANDOM_TARGETS = 12
 """Of 48 targets of a sequence."""
-RANDOM_STEPS, RANDOM_SECONDS = 84_000, 1680.0
-"""A step has 6.30 TFLOP (engine/flops.py), one of tuned ENTP's first 25,000 has 6.27 and takes 19.4
-ms on an H200 (docs/LOG.md): 84,000 steps take 1,638 s. The clock ends the run after 28 minutes."""
+RANDOM_STEPS, RANDOM_SECONDS = 10**7, 1560.0
+"""As many steps as 26 minutes hold, with decay over the clock: a step has 6.30 TFLOP
+(engine/flops.py), one of tuned ENTP's first 25,000 has 6.27 and takes 19.4 ms on an H200
+(docs/LOG.md), so about 80,000."""
 RANDOM_STOP = 0.98
 """ENTP with random targets stops at this exact match on 1,024 validation sequences."""
 CURRICULUM_STEPS, ENTP_STEPS = 88_000, 24_000
@@ -119,7 +120,7 @@ def random_targets_entp() -> Run:
         run,
         steps=RANDOM_STEPS,
         batch_size=MANY,
-        optim=tuned_optim(RANDOM_STEPS),
+        optim=replace(tuned_optim(RANDOM_STEPS), decay_by="seconds"),
         train=replace(run.train, eval_batches=4, stop_at=RANDOM_STOP, max_seconds=RANDOM_SECONDS),
         importance=None,
         random_targets=RandomTargetsConfig(RANDOM_TARGETS),

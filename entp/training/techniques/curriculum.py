@@ -52,6 +52,8 @@ class Curriculum(Technique):
 
     def probability(self, step: int) -> float:
         """How likely a sequence of this step has a random prefix: 0, then from half-way up to 1."""
+        if self.config.prefixes == "always":
+            return 1.0
         return max(0.0, 2 * step / self.config.steps - 1)
 
     def arrays(self, step: int, batch: Batch, world: World) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_runs import new_stepper
+from small_runs import new_stepper, small_run
 from tiny_runs import tiny_run
 
 import entp
@@ -22,6 +22,7 @@ from entp.config import (
     TrainConfig,
     model_for,
 )
+from entp.errors import InputError
 from entp.tasks.base import IGNORE, Batch
 from entp.tasks.counting import Count3
 from entp.training import checkpoint
@@ -220,6 +221,13 @@ def test_probability_of_a_prefix_rises_to_one() -> None:
     technique = Curriculum(first_run(RANDOM))
     found = [technique.probability(step) for step in (0, 2, 3, 4, 5)]
     assert found == pytest.approx([0, 0, 0, 1 / 3, 2 / 3])
+
+
+def test_prefixes_may_be_there_from_the_first_step_on() -> None:
+    run = small_run(mode="entp", curriculum=CurriculumConfig(6, "random-prefix", prefixes="always"))
+    assert [Curriculum(run).probability(step) for step in (0, 3, 5)] == [1.0, 1.0, 1.0]
+    with pytest.raises(InputError, match=r"prefixes always is for .*random-prefix, not decoder"):
+        CurriculumConfig(6, "decoder", prefixes="always")
 
 
 def test_probability_is_that_of_a_sequence() -> None:

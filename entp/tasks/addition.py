@@ -212,15 +212,27 @@ class Addition(Task):
         return {"vocab": len(self.alphabet), "context_length": length}
 
     def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
+        """Training lines and windows at random; held-out sums in an order by the seed, each once
+        before any comes twice. Rows beyond the last sum have no target."""
         data = self._data()
-        if split == "train" or (split == "valid" and self.layout == "windows"):
+        if self._is_drawn(split):
             rng = self.rng(seed, split, step)
             if self.layout == "windows":
                 return self._windows(data.texts[split], rng, size)
             rows = rng.integers(*data.rows("train"), size)
             return self._lines(rows, rng)
         order = _order(self, seed, split)
-        return self._lines(order[np.arange(step * size, (step + 1) * size) % len(order)])
+        number = step % _batches(order, size) * size + np.arange(size)
+        found = self._lines(order[number % len(order)])
+        there = number[:, None] < len(order)
+        return replace(found, y=np.where(there, found.y, IGNORE))
+
+    def split_batches(self, split: Split, size: int) -> int | None:
+        return None if self._is_drawn(split) else _batches(_order(self, 0, split), size)
+
+    def _is_drawn(self, split: Split) -> bool:
+        """Whether sequences of a split are drawn at random, without an end."""
+        return split == "train" or (split == "valid" and self.layout == "windows")
 
     def _windows(self, text: np.ndarray, rng: np.random.Generator, size: int) -> Batch:
         """Windows that begin anywhere."""
@@ -368,6 +380,11 @@ def _order(task: Addition, seed: int, split: str) -> np.ndarray:
     rng = task.rng(seed, split, 0)
     first, end = task._data().rows("valid" if split == "valid_lines" else split)
     return rng.permutation(np.arange(first, end))
+
+
+def _batches(order: np.ndarray, size: int) -> int:
+    """How many batches hold all of them."""
+    return -(-len(order) // size)
 
 
 def _first(where: np.ndarray) -> np.ndarray:

@@ -226,10 +226,12 @@ class Task:
         return None
 
     def prompts(self, seed: int, size: int) -> list[list[int]]:
-        """What a person would let the model continue: test sequences up to their first target."""
+        """What a person would let the model continue: test sequences up to their first target,
+        fewer where a task has not as many."""
         batch = self.batch(seed, "test", 0, size)
-        first = (batch.y != IGNORE).argmax(axis=1)
-        return [row[: at + 1].tolist() for row, at in zip(batch.x, first, strict=True)]
+        some = batch.target_mask.any(axis=1)
+        first = batch.target_mask[some].argmax(axis=1)
+        return [row[: at + 1].tolist() for row, at in zip(batch.x[some], first, strict=True)]
 
     def model_needs(self) -> dict[str, Any]:
         """`context_length`, and `vocab` or `input_dim`, and `outputs` if not the vocabulary, for

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,6 +22,7 @@ from entp.tasks.addition_data import (
 )
 from entp.tasks.base import IGNORE, SPLITS, Batch
 from entp.tasks.metrics import Predicted, Totals
+from entp.training.evaluate import split_batches
 
 
 def lines_of(task: Addition, split: str, size: int = 64, step: int = 0) -> list[str]:
@@ -28,11 +31,10 @@ def lines_of(task: Addition, split: str, size: int = 64, step: int = 0) -> list[
 
 
 def text_of(task: Addition, batch: Batch) -> list[str]:
+    """The lines with a target: a split's last batch may have others."""
     assert batch.lengths is not None
-    return [
-        task.to_text([*row[:n].tolist(), int(y[n - 1])])
-        for row, y, n in zip(batch.x, batch.y, batch.lengths, strict=True)
-    ]
+    rows = zip(batch.x, batch.y, batch.lengths, batch.target_mask.any(1), strict=True)
+    return [task.to_text([*x[:n].tolist(), int(y[n - 1])]) for x, y, n, some in rows if some]
 
 
 @given(st.integers(1, 3), st.booleans(), st.sampled_from(sorted(SPLITS)))
@@ -265,6 +267,60 @@ def test_every_held_out_sum_comes_once_before_any_comes_twice(split: str) -> Non
     drawn = [line for step in range(4) for line in lines_of(task, split, size=5, step=step)]
     assert len(set(drawn)) == 20
     assert set(lines_of(task, split, size=20, step=1)) == set(drawn)
+
+
+@pytest.mark.parametrize(
+    ("task", "splits"),
+    [
+        (Addition(digits=1, train_examples=61), {"valid": 19, "test": 20}),
+        (Addition(digits=2, train_examples=300, sampling="paper"), {"valid": 98, "test": 692}),
+        (
+            Addition(digits=2, train_examples=300, sampling="paper", layout="windows"),
+            {"valid_lines": 98, "test": 692},
+        ),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 7, 20, 64, 1000])
+def test_whole_split_has_each_sum_once(task: Addition, splits: dict[str, int], size: int) -> None:
+    """As a target; rows beyond the last sum have none."""
+    pairs = task._data().lines.tokens
+    for split, count in splits.items():
+        batches = list(split_batches(task, split, None, size, seed=3))
+        assert len(batches) == -(-count // size)
+        notes = [b.note[b.target_mask.any(1)] for b in batches if b.note is not None]
+        first, end = task._data().rows(split.removesuffix("_lines"))
+        assert end - first == count
+        assert sorted(np.concatenate(notes).tolist()) == list(range(first, end))
+        assert len(np.unique(pairs[first:end], axis=0)) == count
+        got = [Predicted(b.targets, np.ones(len(b.targets))) for b in batches]
+        scores = [task.measure(b, g) for b, g in zip(batches, got, strict=True)]
+        totals = [Totals.of(task.metrics, b, s) for b, s in zip(batches, scores, strict=True)]
+        assert sum(one.sequences for one in totals) == count
+        assert sum(one.all["exact_match"].n for one in totals) == count
+
+
+def test_papers_test_has_its_70_000_sums() -> None:
+    task = Addition(digits=3, train_examples=1_250, sampling="paper", layout="windows")
+    batches = split_batches(task, "test", None, 64, seed=0)
+    rows = [b.note[b.target_mask.any(1)] for b in batches if b.note is not None]
+    assert len(np.unique(np.concatenate(rows))) == sum(map(len, rows)) == 70_000
+
+
+@pytest.mark.parametrize("layout", ["lines", "windows"])
+def test_random_splits_have_no_end(layout: Any) -> None:
+    task = Addition(layout=layout)
+    drawn = {"train": None} | ({"valid": None} if layout == "windows" else {})
+    assert {split: task.split_batches(split, 8) for split in drawn} == drawn
+    with pytest.raises(InputError, match="unknown split 'some'"):
+        task.split_batches("some", 8)
+
+
+def test_prompts_are_no_more_than_there_are_sums() -> None:
+    task = Addition(digits=1, train_examples=97)
+    assert sum(len(pairs) for pairs in all_pairs(1, 97, 0).values()) == 100
+    prompts = {task.to_text(prompt) for prompt in task.prompts(0, 5)}
+    assert len(prompts) == len(task.prompts(0, 5)) == 2
+    assert all(prompt.endswith("=") for prompt in prompts)
 
 
 LENGTHS = Addition(digits=4, train_examples=2_000, sampling="lengths", test_digits=7)

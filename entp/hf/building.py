@@ -38,7 +38,7 @@ IRRELEVANT = (
     *("transformers_version", "architectures", "dtype", "torch_dtype", "auto_map", "name_or_path"),
     *("id2label", "label2id", "num_labels", "problem_type", "task_specific_params"),
     *("output_attentions", "output_hidden_states", "return_dict", "use_cache", "is_decoder"),
-    *("is_encoder_decoder", "add_cross_attention", "chunk_size_feed_forward"),
+    *("is_causal", "is_encoder_decoder", "add_cross_attention", "chunk_size_feed_forward"),
     *("gradient_checkpointing", "classifier_dropout", "summary_type", "summary_use_proj"),
     *("summary_activation", "summary_proj_to_labels", "summary_first_dropout", "pretraining_tp"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id"),

@@ -10,7 +10,6 @@ GPT2LMHeadModel.from_pretrained("first-gpt2")
 from __future__ import annotations
 
 import contextlib
-import copy
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ from entp.config import ModelConfig, PretrainedConfig, Run
 from entp.data.tokenizers import END, TOKENIZER, ByteTokenizer, _byte_alphabet
 from entp.errors import InputError
 from entp.files import json_bytes, write_folder
-from entp.hf.loading import MASKED
+from entp.hf import export_pretrained
 from entp.model import Transformer
 from entp.training.checkpoint import load_run
 from entp.training.export import DTYPES, check_new, measure
@@ -57,10 +56,10 @@ def export_hf(
     model, run, made = measure(source, checkpoint, dtype, test_sequences, data, device)
     more = {"made.json": json_bytes(made)}
     if isinstance(run.model, PretrainedConfig):
-        network = merged(model.network).to(DTYPES[dtype])
+        network = export_pretrained.network_of(model, run).to(DTYPES[dtype])
         own = {name: file for name, file in run.task.files().items() if name == TOKENIZER}
         files = {**_saved(network, None, shard_mib), **own}
-        name = _auto_name(run.model)
+        name = export_pretrained.auto_name(run, run.model)
     else:
         convert = to_hf if format == "hf" else to_gpt2
         files = _saved(convert(model, run).to(DTYPES[dtype]), make_tokenizer(run), shard_mib)
@@ -69,24 +68,6 @@ def export_hf(
     readme = _readme(name, flag, format, run).encode()
     write_folder(out, {**files, **more, "README.md": readme})
     return made
-
-
-def merged(network: Any) -> Any:
-    """A network of HuggingFace's with its LoRA adapters added to its weights."""
-    found = copy.deepcopy(network).cpu()
-    for name, module in list(found.named_modules()):
-        if hasattr(module, "merge") and hasattr(module, "get_base_layer"):
-            module.merge()
-            parent, _, last = name.rpartition(".")
-            setattr(found.get_submodule(parent), last, module.get_base_layer())
-    return found
-
-
-def _auto_name(model: PretrainedConfig) -> str:
-    """The class of transformers that loads what a run trained."""
-    if model.head == "embedding":
-        return "AutoModel"
-    return "AutoModelForMaskedLM" if model.model_type in MASKED else "AutoModelForCausalLM"
 
 
 def needs_transformers() -> None:
@@ -122,23 +103,17 @@ def refuse(run: Run, format: Literal["hf", "gpt2"]) -> None:
 def _problems(run: Run) -> list[str]:
     """Why a run is no causal language model of HuggingFace."""
     model = run.model
-    if isinstance(model, PretrainedConfig):
-        return _pretrained_problems(model)
     if model.vocab is None:
         return ["it reads vectors, not tokens"]
+    if run.task.position_ids(np.zeros((1, 2), dtype=np.int64)) is not None:
+        return [f"{run.task.name} gives its tokens positions that generate does not know of"]
+    if isinstance(model, PretrainedConfig):
+        return export_pretrained.problems(run, model)
     if model.causal_layers:
         return [f"its first layers are causal in every mode (causal_layers {model.causal_layers})"]
     if model.outputs is not None:
         return [f"it has {model.outputs} outputs of its own instead of the vocabulary's"]
-    if run.task.position_ids(np.zeros((1, 2), dtype=np.int64)) is not None:
-        return [f"{run.task.name} gives its tokens positions that generate does not know of"]
     return []
-
-
-def _pretrained_problems(model: PretrainedConfig) -> list[str]:
-    if model.head != "linear":
-        return []
-    return [f"no class of HuggingFace's has its new head of {model.outputs or model.vocab} outputs"]
 
 
 def _gpt2_problems(run: Run) -> list[str]:
@@ -319,6 +294,10 @@ def _byte_tokenizer() -> bytes:
 
 def _readme(name: str, flag: str, format: str, run: Run) -> str:
     """What the folder is and how it is loaded: by the class `name` with the argument `flag`."""
+    notes = ""
+    if isinstance(run.model, PretrainedConfig):
+        told = export_pretrained.notes(run, run.model)
+        notes = f"\n{told}\n" if told else ""
     return f"""# {run.task.name}, mode {run.mode}
 
 ```python
@@ -326,7 +305,7 @@ from transformers import {name}
 
 model = {name}.from_pretrained("this folder"{flag})
 ```
-
+{notes}
 Written by `entp export --format {format}`. `made.json` says how the model was trained and what it
 does on test sequences.
 """

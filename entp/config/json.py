@@ -24,6 +24,7 @@ from entp.tasks.base import TASKS, Task, task_class, task_name
 FREE_TO_CHANGE = (
     "steps",
     "train.checkpoint_every",
+    "train.checkpoint_seconds",
     "train.log_every",
     "train.logger",
     "train.stop_at",

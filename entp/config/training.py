@@ -22,6 +22,9 @@ class TrainConfig:
     They decide nothing."""
     checkpoint_every: int = 500
     """Steps between checkpoints; the last two are kept, and the best by validation."""
+    checkpoint_seconds: float | None = 60.0
+    """A checkpoint too when so many seconds have passed since the last one; more, where writing one
+    takes long. None: by steps alone."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
     monitor: str | None = None
@@ -63,10 +66,10 @@ class TrainConfig:
             problems.append(
                 f"train.token_budget is {self.token_budget}: it must be at least 1, or None"
             )
-        if self.max_seconds is not None and self.max_seconds <= 0:
-            problems.append(
-                f"train.max_seconds is {self.max_seconds:g}: it must be above 0, or None"
-            )
+        for name in ("checkpoint_seconds", "max_seconds"):
+            seconds = getattr(self, name)
+            if seconds is not None and seconds <= 0:
+                problems.append(f"train.{name} is {seconds:g}: it must be above 0, or None")
         if self.patience is not None and self.patience < 1:
             problems.append(f"train.patience is {self.patience}: it must be at least 1, or None")
         if self.patience_from is not None and self.patience is None:

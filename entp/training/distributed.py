@@ -55,10 +55,12 @@ class World:
 
 
 class Stop(NamedTuple):
-    """Why training stops after this step; each process tells the others."""
+    """Why training stops or saves after this step; each process tells the others."""
 
     late: bool = False
     signal: bool = False
+    save: bool = False
+    """A checkpoint is due; training goes on."""
 
 
 def pick_device(name: str, world: World) -> torch.device:
@@ -123,5 +125,5 @@ def reduce_gradients(
     for p, g in zip(with_grad, grads, strict=True):
         p.grad = flat[start : start + g.numel()].view_as(g).clone()
         start += g.numel()
-    late, signal = (flat[-2:] > 0).tolist()
-    return flat[-3], Stop(late, signal)
+    found = (flat[-len(stop) :] > 0).tolist()
+    return flat[-len(stop) - 1], Stop(*found)

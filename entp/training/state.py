@@ -26,6 +26,8 @@ class State:
     seconds: float = 0.0
     best: dict[str, float] = field(default_factory=dict)
     """The values of the best evaluation, and its step."""
+    unlogged: tuple[float, int] = (0.0, 0)
+    """The sum of the losses since the last line of metrics, and their number."""
 
     @property
     def measured(self) -> Any:
@@ -40,6 +42,7 @@ class State:
             "step": self.step,
             "seconds": self.seconds,
             "best": self.best,
+            "unlogged": list(self.unlogged),
             "optimizers": [save_optimizer(optimizer) for optimizer in self.optimizers],
             "techniques": {name: saved for name, saved in states.items() if saved is not None},
         }
@@ -51,6 +54,8 @@ class State:
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             restore_optimizer(optimizer, state)
         self.step, self.seconds, self.best = saved["step"], saved["seconds"], saved["best"]
+        total, count = saved.get("unlogged", (0.0, 0))
+        self.unlogged = total, count
         for technique in self.techniques:
             technique.load_state_dict(saved["techniques"].get(technique.name), self.model)
 

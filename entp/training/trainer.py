@@ -46,6 +46,9 @@ from entp.training.signals import StopSignals
 from entp.training.state import State, new_state
 from entp.training.stopping import is_better, monitored, stop_reason
 
+MOST_SAVING = 0.05
+"""The part of the time that checkpoints by the clock may take."""
+
 
 @dataclass
 class Result:
@@ -270,11 +273,14 @@ class Loop:
         self.how = how[run.mode]
         self.step = Stepper(state, plan, how, run.optim, graphs, device, world)
         self.meter = LossMeter(run.seed, run.train.log_every, device)
+        self.meter.total, self.meter.steps = state.unlogged
         self.evaluations = _evaluations(out, state.step)
         self.monitor = monitored(run)
         self.batches: dict[str, list[Batch]] = {}
         self.best: dict[str, Tensor] | None = None
         self.mark, self.timed = time.perf_counter(), state.step
+        self.saved, self.saving = time.monotonic(), 0.0
+        """When the last checkpoint was there, and how long writing it took."""
 
     def fit(self) -> Result:
         """Train to the end, or until the goal, the patience, the time limit or a signal."""
@@ -282,12 +288,12 @@ class Loop:
         late = self.is_over(state.seconds)  # the same in every process
         if not late and state.step < run.steps:
             self.step.warm_up(run.task, run.seed, run.steps)  # no part of the training's time
-        self.mark = time.perf_counter()
+        self.mark, self.saved = time.perf_counter(), time.monotonic()
         if reason := stop_reason(run, self.evaluations, had=True):
             return self.result(reason)
         batches = _batches(run.task, run.seed, self.plan, run.steps, state.step, self.device)
         for batch in () if late else batches:
-            late, signal = self.one_step(batch)
+            late, signal, save = self.one_step(batch)
             last = state.step == run.steps or late
             if last and signal:
                 last = False  # resuming measures what is left
@@ -296,7 +302,7 @@ class Loop:
                 self.measure()
                 reason = stop_reason(run, self.evaluations)
                 last = last or bool(reason)
-            if last or signal or state.step % run.train.checkpoint_every == 0:
+            if last or signal or save or state.step % run.train.checkpoint_every == 0:
                 self.save()
             if signal:
                 name = self.signals.name()
@@ -316,16 +322,19 @@ class Loop:
         """Train on a batch; who wants to stop.
 
         Several processes stop together: the first is late, or one has caught a signal. The first
-        one's clock is that of the checkpoints.
+        one's clock is that of the checkpoints, which all of them save at one step.
         """
         state, alone = self.state, self.world.size == 1
-        stop = Stop(self.world.first and self.late(), self.signals.caught is not None)
+        first = self.world.first
+        stop = Stop(
+            first and self.late(), self.signals.caught is not None, first and self.is_unsaved()
+        )
         self.rate = self.plan.learning_rate(state.step, state.seconds)
         loss, self.norm, stop = self.step(batch, stop)
         self.meter.update(loss, state.step)
         state.step += 1
         if alone:
-            stop = Stop(stop.late, self.signals.caught is not None)
+            stop = stop._replace(signal=self.signals.caught is not None)
         return stop
 
     def report_step(self, last: bool) -> None:
@@ -353,6 +362,14 @@ class Loop:
     def is_over(self, seconds: float) -> bool:
         limit = self.run.train.max_seconds
         return limit is not None and seconds >= limit
+
+    def is_unsaved(self) -> bool:
+        """Whether the last checkpoint is so long ago that another is due. Saving takes a part of
+        the time at most, however large the model is."""
+        limit = self.run.train.checkpoint_seconds
+        if limit is None:
+            return False
+        return time.monotonic() - self.saved >= max(limit, self.saving / MOST_SAVING)
 
     def log(self, loss: float, norm: Tensor) -> None:
         """One line of training metrics."""
@@ -429,12 +446,16 @@ class Loop:
         weights have gone bad."""
         self.meter.check()
         self.tick()
+        start = time.monotonic()
         self.save_best()
+        self.state.unlogged = self.meter.total, self.meter.steps
         if self.world.first:
             weights, state = self.state.model.state_dict(), self.state
             checkpoint.save_checkpoint(self.out, state.step, weights, self.run, state.save())
             if state.best:
                 checkpoint.keep_best(self.out, int(state.best["step"]))
+        self.saved = time.monotonic()
+        self.saving = self.saved - start
 
     def save_best(self) -> None:
         """The best weights, if they are not on disk yet: not at every evaluation, which may be

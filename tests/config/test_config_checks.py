@@ -120,9 +120,10 @@ def test_train_refuses_sizes_below_1(name: str) -> None:
         TrainConfig(**{name: 0})
 
 
-def test_train_refuses_no_time() -> None:
-    with pytest.raises(InputError, match=r"train\.max_seconds is 0: it must be above 0"):
-        TrainConfig(max_seconds=0.0)
+@pytest.mark.parametrize("name", ["max_seconds", "checkpoint_seconds"])
+def test_train_refuses_no_time(name: str) -> None:
+    with pytest.raises(InputError, match=rf"train\.{name} is 0: it must be above 0, or None"):
+        TrainConfig(**{name: 0.0})
 
 
 def test_patience_from_needs_patience() -> None:

@@ -23,7 +23,7 @@ from entp.training import checkpoint
 from entp.training.checkpoint import find, load
 from entp.training.cuda_graph import Stepper
 from entp.training.loggers import read_metrics
-from entp.training.trainer import train
+from entp.training.trainer import Loop, train
 
 TRAIN = [
     "train",
@@ -87,6 +87,44 @@ def test_run_killed_at_random_moments_equals_one_run(whole: Path, tmp_path: Path
     assert find(whole).name == find(tmp_path / "cut").name
     assert len(list((tmp_path / "cut/checkpoints").glob("best-*"))) == 1
     assert not list((tmp_path / "cut/checkpoints").glob(".*"))  # leftovers of the kills are gone
+
+
+def test_killed_run_has_the_checkpoint_of_the_clock(whole: Path, tmp_path: Path) -> None:
+    words = [*TRAIN, "--train.checkpoint-every=1000000", "--train.checkpoint-seconds=0.1"]
+    child = start_entp(*words, "--steps=1000000", "--out=run", cwd=tmp_path)
+    end = time.monotonic() + 120
+    while not list((tmp_path / "run").glob("checkpoints/step-*")) and time.monotonic() < end:
+        time.sleep(0.01)
+    child.kill(signal.SIGKILL)
+    assert child.wait()[0] == -signal.SIGKILL
+    step = int(find(tmp_path / "run", "last").name.removeprefix("step-"))
+    code, said = entp(*words, f"--steps={step + 2}", "--out=run", "--resume", cwd=tmp_path)
+    assert code == 0, said
+    assert [row["step"] for row in rows(tmp_path / "run", "train")] == list(range(1, step + 3))
+    assert_same_losses(tmp_path / "run", whole)
+
+
+def test_two_processes_save_by_the_clock_of_the_first(tmp_path: Path) -> None:
+    """At one step: the other is asked for nothing, and goes on."""
+    rare = {"eval_every": 10**6, "checkpoint_every": 10**6, "max_seconds": 1.0}
+
+    def work() -> None:
+        saved = Loop.save
+
+        def told(loop: Loop) -> None:
+            print("saved", loop.state.step)
+            saved(loop)
+
+        Loop.save = told  # type: ignore[method-assign]
+        seconds = 0.1 if os.environ["RANK"] == "0" else 1e9
+        run = small_run(steps=10**6, train={**rare, "checkpoint_seconds": seconds})
+        train(run, "run", device="cpu", quiet=True)
+
+    ends = together(work, tmp_path)
+    assert [code for code, _ in ends] == [0, 0], ends
+    one, other = ([w for w in said.splitlines() if w.startswith("saved")] for _, said in ends)
+    assert one == other
+    assert len(one) >= 2  # by the clock, and at the end
 
 
 def test_best_of_an_abandoned_trajectory_does_not_win(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from entp.tasks.metrics import (
     Score,
     exact_match,
 )
-from entp.training import checkpoint
+from entp.training import checkpoint, trainer
 from entp.training.checkpoint import find, load
 from entp.training.cuda_graph import Stepper
 from entp.training.distributed import World
@@ -255,6 +255,59 @@ def test_last_step_is_logged_measured_and_saved_whatever_the_intervals(tmp_path:
     found = [(row["kind"], row["step"]) for row in read_metrics(tmp_path)]
     assert found == [("train", 5), ("train", 7), ("eval", 7)]
     assert find(tmp_path, "last").name == "step-00000007"
+
+
+def saved_steps(out: Path) -> list[int]:
+    """The steps of the checkpoints that are kept."""
+    return sorted(int(p.name.removeprefix("step-")) for p in (out / "checkpoints").glob("step-*"))
+
+
+def test_checkpoint_by_the_clock_goes_on_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between lines of metrics too: the losses that no line has yet are kept."""
+    rare = {"log_every": 7, "eval_every": 4, "checkpoint_every": 10**6}
+    fit(small_run(steps=12, train=rare), tmp_path / "whole")
+    assert saved_steps(tmp_path / "whole") == [12]
+    monkeypatch.setattr(trainer, "MOST_SAVING", math.inf)
+    run = small_run(steps=12, train={**rare, "checkpoint_seconds": 1e-9})
+    fit(run, tmp_path / "run")
+    assert saved_steps(tmp_path / "run") == [11, 12]
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000012")
+    fit(run, tmp_path / "run", resume=True)
+    assert equal(weights(tmp_path / "whole"), weights(tmp_path / "run"))
+    found = [without_seconds(read_metrics(tmp_path / name)) for name in ("whole", "run")]
+    assert found[0] == found[1]
+    assert [row["step"] for row in found[0] if row["kind"] == "train"] == [7, 12]
+
+
+def without_seconds(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in found]
+
+
+def test_checkpoints_by_the_clock_take_little_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really, saved = checkpoint.save_checkpoint, []
+
+    def slowly(*args: Any) -> Path:
+        time.sleep(0.02)
+        saved.append(time.monotonic())
+        return really(*args)
+
+    monkeypatch.setattr(checkpoint, "save_checkpoint", slowly)
+    rare = {"eval_every": 10**6, "checkpoint_every": 10**6, "checkpoint_seconds": 0.01}
+    fit(small_run(steps=10**6, train={**rare, "max_seconds": 1.5}), tmp_path)
+    by_clock = saved[:-2]  # the last two are of the end
+    assert len(by_clock) >= 2
+    assert all(b - a >= 0.02 / trainer.MOST_SAVING for a, b in pairwise(by_clock))
+
+
+def test_how_often_the_clock_saves_may_change(ten: Path, tmp_path: Path) -> None:
+    run = small_run(steps=8, train={"checkpoint_seconds": None})
+    fit(run, tmp_path)
+    fit(small_run(train={"checkpoint_seconds": 5.0}), tmp_path, resume=True)
+    assert equal(weights(ten), weights(tmp_path))
 
 
 def test_stop_at_ends_training_and_is_not_passed_again(tmp_path: Path) -> None:

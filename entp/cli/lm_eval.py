@@ -13,7 +13,11 @@ from entp.cli.parse import HELP, name_of, parse
 from entp.config import Impl
 from entp.errors import InputError
 
-BATCH_SIZE = ["--batch_size", "64"]
+DEFAULTS = ["--batch_size", "64", "--device", "auto"]
+"""Of the harness' options; those that are given come later, and hold."""
+CONFIG = ("--config", "-C")
+"""With a file of options, the harness' own defaults hold for the others."""
+UNKNOWN = "Tasks not found:"
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,23 @@ def lm_eval_command(args: list[str]) -> int:
         raise InputError("entp lm-eval needs --tasks, with one or more tasks of lm-eval.")
     evaluate = _harness()
     given = {"run": folder, **{k: v for k, v in vars(options).items() if v is not None}}
-    size = [] if any(word.startswith(("--batch_size", "-b")) for word in others) else BATCH_SIZE
-    words = ["run", "--model", "entp", "--model_args", json.dumps(given), *size, *others]
+    first = [] if any(word.startswith(CONFIG) for word in others) else DEFAULTS
+    words = ["run", "--model", "entp", "--model_args", json.dumps(given), *first, *others]
     before, sys.argv = sys.argv, ["lm-eval", *words]
     try:
         evaluate()
+    except ConnectionError as error:
+        raise InputError(
+            f"the data of these tasks cannot be had: {error}. Get it where there is a network, or "
+            "give --include-path with tasks of your own."
+        ) from None
+    except ValueError as error:
+        if not str(error).startswith(UNKNOWN):
+            raise
+        raise InputError(
+            f"lm-eval has no task {str(error).removeprefix(UNKNOWN).strip()}: give --tasks names "
+            "that `lm-eval ls tasks` lists, or --include-path with the folder of your own."
+        ) from None
     finally:
         sys.argv = before
     return 0

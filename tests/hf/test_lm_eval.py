@@ -17,6 +17,7 @@ import torch
 
 lm_eval = pytest.importorskip("lm_eval")
 
+from entp.cli.main import main  # noqa: E402
 from entp.config import ModelConfig, Run, model_for  # noqa: E402
 from entp.errors import InputError  # noqa: E402
 from entp.hf.lm_eval import EntpLM  # noqa: E402
@@ -191,17 +192,61 @@ def test_models_of_other_tasks_are_refused(folder: Path) -> None:
         EntpLM("model", device="cpu", stride=41)
 
 
+def command(folder: Path, tasks: str, *more: str) -> subprocess.CompletedProcess[str]:
+    """`entp lm-eval model` in a process of its own, which sees no GPU."""
+    words = [sys.executable, "-m", "entp", "lm-eval", "model", "--tasks", tasks, *more]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, env=env, timeout=300)
+
+
 @pytest.mark.slow
-def test_command_runs_the_harness(folder: Path) -> None:
-    words = [
-        *(sys.executable, "-m", "entp", "lm-eval", "model", "--tasks", "small_winogrande"),
-        *("--include-path", "yaml", "--device", "cpu", "--output-path", "found", "--mode=decoder"),
-    ]
-    done = subprocess.run(
-        words, cwd=folder, capture_output=True, text=True, env={**os.environ}, timeout=300
-    )
+@pytest.mark.parametrize("device", [["--device", "cpu"], []])
+def test_command_runs_the_harness(folder: Path, device: list[str]) -> None:
+    """On the CPU also where no device is given, and there is no GPU."""
+    more = ("--include-path", "yaml", "--output-path", "found", "--mode=decoder")
+    done = command(folder, "small_winogrande", *more, *device)
     assert done.returncode == 0, done.stderr[-2000:]
     (file,) = (folder / "found").rglob("results_*.json")
     told = json.loads(file.read_text())["results"]["small_winogrande"]
     task = Winogrande(block=LENGTH, scoring="full")
     assert told["acc,none"] == pytest.approx(own_totals(task, "decoder").value("accuracy"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        ("small_winogrande,no_such_task", "entp: lm-eval has no task no_such_task: give --tasks"),
+        ("lambada_openai", "entp: the data of these tasks cannot be had: "),
+    ],
+)
+def test_tasks_that_are_not_here_are_refused(folder: Path, tasks: str, message: str) -> None:
+    done = command(folder, tasks, "--include-path", "yaml")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(message)
+
+
+def test_device_and_batch_size_are_those_that_are_given(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """auto and 64 if none is; those of a file of options are not known, and not replaced."""
+    from lm_eval._cli import HarnessCLI
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+
+    found: list[tuple[Any, Any]] = []
+
+    def execute(self: HarnessCLI, args: Any) -> None:
+        config = EvaluatorConfig.from_cli(args)
+        found.append((config.device, config.batch_size))
+
+    monkeypatch.setattr(HarnessCLI, "execute", execute)
+    (folder / "own.yaml").write_text("device: cpu\nbatch_size: 3\n")
+    words = ["lm-eval", "model", "--tasks=small_winogrande"]
+    for more in ([], ["--device=cpu", "-b", "5"], ["--config", "own.yaml"]):
+        assert main([*words, *more]) == 0
+    assert [(device, str(size)) for device, size in found] == [
+        ("auto", "64"),
+        ("cpu", "5"),
+        ("cpu", "3"),
+    ]

@@ -24,6 +24,7 @@ from entp.data.tokenizers import END, TOKENIZER, ByteTokenizer, _byte_alphabet
 from entp.errors import InputError
 from entp.files import json_bytes, write_folder
 from entp.hf import export_pretrained
+from entp.hf.tokenizer_files import files_beside
 from entp.model import Transformer
 from entp.training.checkpoint import load_run
 from entp.training.export import DTYPES, check_new, measure
@@ -56,9 +57,9 @@ def export_hf(
     model, run, made = measure(source, checkpoint, dtype, test_sequences, data, device)
     more = {"made.json": json_bytes(made)}
     if isinstance(run.model, PretrainedConfig):
-        network = export_pretrained.network_of(model, run).to(DTYPES[dtype])
-        own = {name: file for name, file in run.task.files().items() if name == TOKENIZER}
-        files = {**_saved(network, None, shard_mib), **own}
+        text = tokenizer_files(run)
+        network = export_pretrained.network_of(model, run, text).to(DTYPES[dtype])
+        files = {**_saved(network, None, shard_mib), **text}
         name = export_pretrained.auto_name(run, run.model)
     else:
         convert = to_hf if format == "hf" else to_gpt2
@@ -254,6 +255,21 @@ def _no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def tokenizer_files(run: Run) -> dict[str, bytes]:
+    """A pretrained model's tokenizer, as it was beside the weights where its files are found; made
+    anew where they are not, and empty for tasks without text."""
+    file = run.task.files().get(TOKENIZER)
+    if file is not None and (beside := files_beside(file)):
+        return {TOKENIZER: file, **beside}
+    made = make_tokenizer(run)
+    if made is None:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        made.save_pretrained(folder)
+        found = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    return found if file is None else {**found, TOKENIZER: file}
+
+
 def make_tokenizer(run: Run) -> Any:
     """PreTrainedTokenizerFast that cuts text as the task does; None for tasks without text."""
     file = run.task.files().get(TOKENIZER)
@@ -264,12 +280,14 @@ def make_tokenizer(run: Run) -> Any:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
+    found, stop = Tokenizer.from_str(file.decode()), run.task.stop
+    end = END if stop is None else found.id_to_token(stop)
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(file.decode()),
-        eos_token=END,
-        pad_token=END,
+        tokenizer_object=found,
+        eos_token=end,
+        pad_token=end,
         padding_side="left",
-        split_special_tokens=True,
+        split_special_tokens=end == END,
         clean_up_tokenization_spaces=False,
         model_max_length=run.model.context_length,
         model_input_names=["input_ids", "attention_mask"],

@@ -21,6 +21,7 @@ from typing import Any
 from entp.config import PretrainedConfig, Run
 from entp.config.pretrained import SHIFTED
 from entp.hf.loading import MASKED
+from entp.hf.tokenizer_files import special_token
 
 MAY_BE_CAUSAL = ("bert", "roberta", "xlm-roberta")
 """Types of models that were trained to fill in masked tokens, and that is_decoder makes causal."""
@@ -43,9 +44,11 @@ def problems(run: Run, model: PretrainedConfig) -> list[str]:
     return []
 
 
-def network_of(model: Any, run: Run) -> Any:
-    """HuggingFace's model on its own: adapters merged into the weights, attention as in the run."""
+def network_of(model: Any, run: Run, text: dict[str, bytes]) -> Any:
+    """HuggingFace's model on its own: adapters merged into the weights, attention as in the run,
+    and its special tokens; text: the tokenizer's files."""
     network = _merged(model.network)
+    _set_tokens(network, run, text)
     if run.mode == "decoder" and network.config.model_type in MASKED:
         network.config.is_decoder = True
     if run.mode == "entp" and network.config.model_type not in MASKED:
@@ -53,6 +56,20 @@ def network_of(model: Any, run: Run) -> Any:
         if hasattr(network, "generation_config"):  # not where there is no head
             network.generation_config.use_cache = False
     return network
+
+
+def _set_tokens(network: Any, run: Run, text: dict[str, bytes]) -> None:
+    """Let `generate` end where the task does, and know what its text begins with."""
+    if run.task.stop is None:
+        return
+    padding = special_token(text, "pad_token")
+    if network.config.model_type in SHIFTED:  # positions depend on it
+        padding = network.config.pad_token_id
+    for config in (network.config, getattr(network, "generation_config", None)):
+        if config is not None:
+            config.bos_token_id = special_token(text, "bos_token")
+            config.eos_token_id = run.task.stop
+            config.pad_token_id = run.task.stop if padding is None else padding
 
 
 def _merged(network: Any) -> Any:

@@ -23,6 +23,7 @@ from entp.data.tokenizers import TOKENIZER, ByteTokenizer
 from entp.errors import InputError
 from entp.fields import check_numbers, choice_problems, raise_problems
 from entp.files import parse_json
+from entp.hf.tokenizer_files import files_beside
 from entp.llm.prompts import (
     Answer,
     Counting,
@@ -153,9 +154,11 @@ class CountText(Task):
         )
 
     def files(self) -> dict[str, bytes]:
-        """The tokenizer, if it has a file."""
+        """The tokenizer, if it has a file, with those beside it."""
         found = _tokenizer(self.tokenizer)
-        return {TOKENIZER: found.file} if isinstance(found, JsonTokenizer) else {}
+        if not isinstance(found, JsonTokenizer):
+            return {}
+        return {TOKENIZER: found.file, **files_beside(found.file)}
 
     def model_needs(self) -> dict[str, Any]:
         vocab = self.vocab or _tokenizer(self.tokenizer).vocab

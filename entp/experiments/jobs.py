@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -63,12 +64,12 @@ def step_of(run: Run) -> Step:
 
 def parts_of(run: Run) -> tuple[Part, ...]:
     """The steps of a run, cut where their mode or batch size changes, each part with a typical
-    step. Where its task cannot tell, which is an error of that run alone, one of whole
-    sequences."""
+    step. Where its task cannot tell, since its data is not here, say, one whose tokens are all
+    targets."""
     try:
         return _parts(replace(run, task=run.task.for_seed(0), seed=0))
     except Exception:
-        return ((range(run.steps), Step(run.batch_size * run.model.context_length, 0)),)
+        return ((range(run.steps), _blind_step(run)),)
 
 
 @lru_cache(maxsize=256)
@@ -82,6 +83,19 @@ def _step(run: Run, plan: Plan, step: int) -> Step:
     batch = run.task.batch(0, "train", step, plan.batch_size(step))
     targets = carrying(run, step, batch)
     if plan.mode(step) == "entp":
+        return Step(sum(rows_of(targets)), engine_flops(run.model, targets).total)
+    return Step(targets.numel(), decoder_flops(run.model, targets).total)
+
+
+def _blind_step(run: Run) -> Step:
+    """A step of which only the sizes are known."""
+    time = run.model.context_length
+    with contextlib.suppress(Exception):
+        time = run.task.model_needs().get("context_length", time)
+    targets = torch.ones(run.batch_size, time, dtype=torch.bool)
+    if run.random_targets is not None:  # evenly spread
+        targets[:] = torch.arange(time) % max(1, time // run.random_targets.count) == 0
+    if run.mode == "entp":
         return Step(sum(rows_of(targets)), engine_flops(run.model, targets).total)
     return Step(targets.numel(), decoder_flops(run.model, targets).total)
 

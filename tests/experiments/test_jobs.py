@@ -11,7 +11,16 @@ from small_records import small_recipe
 from small_runs import small_run
 
 from entp.bench.shapes import RandomTokens
-from entp.config import BatchScheduleConfig, CurriculumConfig, Mode, Run, TrainConfig, model_for
+from entp.config import (
+    BatchScheduleConfig,
+    CurriculumConfig,
+    Mode,
+    RandomTargetsConfig,
+    Run,
+    TrainConfig,
+    model_for,
+)
+from entp.engine.flops import engine_flops
 from entp.errors import InputError
 from entp.experiments import jobs
 from entp.experiments.jobs import (
@@ -95,7 +104,13 @@ def test_a_random_prefix_of_icl_shares_a_gpu_as_a_decoder_does() -> None:
 
 def test_task_that_fails_is_its_own_runs_affair() -> None:
     run = small_run(task=Fails(), model=model_for(Fails(), "small"), steps=100)
-    assert expected_seconds(run) == pytest.approx(100 * jobs.STEP_SECONDS)
+    time = Fails().model_needs()["context_length"]
+    all_targets = torch.ones(run.batch_size, time, dtype=torch.bool)
+    flops = engine_flops(run.model, all_targets).total
+    seconds = jobs.STEP_SECONDS + flops / jobs.FLOPS_PER_SECOND
+    assert expected_seconds(run) == pytest.approx(100 * seconds)
+    few = replace(run, random_targets=RandomTargetsConfig(1))
+    assert expected_seconds(few) < expected_seconds(run)
     assert fitting([run] * 4, H200, 16, True) == 4
 
 

@@ -1,0 +1,166 @@
+"""Several recipes in one command: what fails or cannot begin, limits of time, how far each is."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from small_runs import small_run
+
+from entp.cli.main import main
+from entp.errors import InputError
+from entp.experiments import RECIPES
+from entp.experiments.recipe import Arm, Check, Recipe, find_recipe
+from entp.experiments.whole import PAPER, every_recipe, names_of, state_of, time_limit
+from entp.results.store import read_record
+
+CHECK = Check("it learns", {}, "exact_match", "at least", 0.0)
+
+
+BOTH = [Arm(replace(small_run(), mode=mode), mode=mode) for mode in ("entp", "decoder")]
+
+
+def make(name: str, arms: list[Arm] = BOTH, **changes: str) -> Recipe:
+    return Recipe(
+        name,
+        name,
+        "Who?",
+        arms,
+        tiny_run=lambda run: run,
+        test_sequences=16,
+        checks=(CHECK,),
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture(autouse=True)
+def own_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two recipes, one that fails, and one whose run takes minutes."""
+    bad = [Arm(replace(small_run(), optim=replace(small_run().optim, lr=1e12)), size="x")]
+    slow = [Arm(replace(small_run(), steps=10**6), mode="entp")]
+    found = {
+        "first": make("first"),
+        "second": make("second", folder="first"),
+        "bad": make("bad", arms=bad),
+        "slow": make("slow", arms=slow),
+    }
+    for name, recipe in found.items():
+        monkeypatch.setitem(RECIPES, name, f"test_whole:{name.upper()}")
+        monkeypatch.setitem(globals(), name.upper(), recipe)
+
+
+def command(*words: str, runs: Path) -> int:
+    folders = ["--out", str(runs / "runs"), "--records", str(runs / "records")]
+    return main(["reproduce", *words, *folders, "--device", "cpu"])
+
+
+def test_recipes_run_one_after_the_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("first", "second", runs=tmp_path) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"^first +beyond +2 of 2 +- +- +reproduced$", told, re.M)
+    assert re.search(r"^second +beyond +2 of 2 +- +- +reproduced$", told, re.M)
+    for name in ("first", "second"):
+        assert read_record(tmp_path / "records" / f"{name}.json").recipe == name
+    assert len(list((tmp_path / "runs" / "first").glob("*/config.json"))) == 2
+    assert not list((tmp_path / "runs" / "second").glob("*/config.json"))  # trained by the first
+
+
+def test_a_recipe_that_fails_does_not_stop_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("bad", "count3-bert", "first", runs=tmp_path) == 1
+    told = capsys.readouterr().out
+    assert re.search(r"^failed: bad: .*not finite", told, re.M)
+    assert re.search(r"^skipped: count3-bert: .*give --init", told, re.M)
+    assert read_record(tmp_path / "records" / "first.json").verdict is not None
+
+
+def test_time_limit_saves_what_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("slow", "first", "--total-minutes", "0.1", runs=tmp_path) == 0
+    told = capsys.readouterr().out
+    assert "the time is up: run the same command again to go on" in told
+    record = read_record(tmp_path / "records" / "slow.json")
+    (run,) = record.arms["entp"].runs
+    assert 0 < run.steps < 10**6
+    assert not run.done
+    assert not (tmp_path / "records" / "first.json").exists()
+
+
+def test_time_limit_ends_what_is_no_training() -> None:
+    before, start = signal.getsignal(signal.SIGTERM), time.monotonic()
+    with time_limit(0.002) as told:
+        time.sleep(30)
+    assert told == [True]
+    assert time.monotonic() - start < 20
+    assert signal.getsignal(signal.SIGTERM) is before
+    with time_limit(None) as told, pytest.raises(KeyboardInterrupt):
+        raise KeyboardInterrupt
+    with time_limit(10):
+        pass
+    assert threading.active_count() < 10
+    with pytest.raises(InputError, match="total-minutes is 0: it must be above 0"), time_limit(0):
+        pass
+
+
+def test_state_counts_what_is_left(tmp_path: Path) -> None:
+    blank = state_of("second", tmp_path)
+    assert blank[:3] == ("second", 0, 2)
+    assert blank.minutes == 0  # the first trains them
+    assert state_of("first", tmp_path).minutes > 0
+    assert state_of("count3-bert", tmp_path).needs == "weights"
+    recorded = state_of("match3", Path(__file__).parents[2] / "results")
+    assert recorded == ("match3", 4, 4, 0.0, "", "reproduced")
+
+
+def test_state_is_shown_without_a_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("entp.experiments.whole.every_recipe", lambda: ["first", "match3"])
+    assert main(["reproduce", "--records", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == [
+        "recipe",
+        "of",
+        "the",
+        "runs",
+        "recorded",
+        "minutes",
+        "left",
+        "needs",
+        "verdict",
+    ]
+    assert lines[2].split()[:5] == ["first", "beyond", "0", "of", "2"]
+    assert main(["reproduce", "--records", str(tmp_path / "none")]) == 2
+    assert "is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["first", "nosuch"], "unknown recipe 'nosuch'"),
+        (["first", "second", "--init", "bert"], "--init 'bert': with several recipes give"),
+        (["first", "second", "--init", "match3=x"], "a RECIPE among first, second"),
+    ],
+)
+def test_wrong_words_fail_before_anything_runs(
+    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(*words, runs=tmp_path) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_all_is_the_papers_recipes() -> None:
+    assert names_of(["all"]) == list(PAPER)
+    assert names_of(["match3", "all"])[0] == "match3"
+    assert sorted(every_recipe()) == sorted(RECIPES)
+    assert {find_recipe(name).name for name in PAPER} == set(PAPER)

@@ -20,8 +20,9 @@ from tqdm import tqdm
 from entp.config import Run
 from entp.engine.generation.generate import generate
 from entp.errors import InputError
-from entp.hf.scoring import Scorer, windows
+from entp.hf.scoring import Scorer
 from entp.tasks.tokens import find_tokenizer, model_vocab, tokenizer_of_run
+from entp.tasks.windows import windows
 from entp.training.checkpoint import find, load, load_run
 from entp.training.cover import COVERED_MODES
 from entp.training.distributed import World, pick_device

@@ -1,8 +1,9 @@
 """Zero-shot tasks: which of some continuations does a language model find likeliest?
 
 An item is a few rows, one for each option: a context, and the continuation whose tokens are the
-targets. In mode entp no other prefix is computed. A run is measured by `entp evaluate RUN --on
-winogrande`; nothing is trained here.
+targets. A continuation that is longer than the model reads has several rows, each token in one. In
+mode entp no other prefix is computed. A run is measured by `entp evaluate RUN --on winogrande`;
+nothing is trained here.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from entp.errors import InputError
 from entp.fields import check_numbers, choice_problems, raise_problems
 from entp.tasks.base import IGNORE, Baseline, Batch, Split, Task
 from entp.tasks.data_files import add_folder, read_lines
-from entp.tasks.metrics import Metric, Predicted, Score, exact_match, right_answers
+from entp.tasks.metrics import Metric, Predicted, Score, right_answers
 from entp.tasks.tokens import find_tokenizer, model_vocab, name_problems
+from entp.tasks.windows import Window, windows
 
 ACCURACY = Metric("accuracy", unit="sequence", bounds=(0.0, 1.0))
 """Items whose likeliest option is the right one."""
@@ -57,7 +59,8 @@ class ZeroShot(Task):
     """bytes, gpt2, or the first 16 digits of the checksum of a tokenizer.json. `--on` takes the
     run's."""
     block: int = 128
-    """Most tokens read; longer contexts lose their beginning. `--on` takes the run's."""
+    """Most tokens read; longer contexts lose their beginning, longer continuations are read in
+    windows. `--on` takes the run's."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "task.")
@@ -105,12 +108,18 @@ class ZeroShot(Task):
         return -(-(len(table.first) - 1) // table.per_batch(size))
 
     def caveats(self, sequences_read: int) -> list[str]:
-        """How many rows lost the beginning of their context, where some did."""
-        cut = int(_table(self).cut.sum())
-        if not cut:
-            return []
-        total = len(_table(self).cut)
-        return [f"{cut:,} of {total:,} rows are longer than {self.block} tokens and were cut left."]
+        """How many requests lost the beginning of their context or were read in windows, where some
+        did."""
+        table, longer = _table(self), f"longer than {self.block} tokens and"
+        long, total = table.options_in_windows, len(table.cut)
+        cut = int((table.cut & ~long).sum())
+        found = [f"{cut:,} of {total:,} requests are {longer} were cut left."] if cut else []
+        if long.any():
+            found.append(
+                f"{int(long.sum()):,} of {total:,} continuations are {longer} were scored in "
+                "windows, each token once."
+            )
+        return found
 
     def to_text(self, tokens: list[int]) -> str:
         found = find_tokenizer(self.tokenizer)
@@ -148,19 +157,17 @@ class Choices(ZeroShot):
         return (ACCURACY, BYTE_ACCURACY, BITS_PER_BYTE)
 
     def measure(self, batch: Batch, got: Predicted) -> dict[str, Score | None]:
-        """Ties go to the first option. Without losses, a row is as good as it has no wrong
+        """Ties go to the first option. Without losses, an option is as good as it has no wrong
         answer."""
         table = _table(self)
         rows = table.rows_of(batch)
-        first = table.options[rows] == 0
         nats = _row_sums(batch, ~right_answers(batch, got) if got.loss is None else got.loss)
         found: dict[str, Score | None] = {
-            "accuracy": Score(table.right(rows, nats), first),
-            "bits_per_byte": self._bits(batch, got, table.labels[rows] == table.options[rows]),
+            "accuracy": table.chosen(rows, nats),
+            "bits_per_byte": self._bits(batch, got, table.is_right[table.option[rows]]),
         }
         if got.loss is not None:
-            size = np.maximum(table.sizes[rows], 1)
-            found["byte_accuracy"] = Score(table.right(rows, nats / size), first)
+            found["byte_accuracy"] = table.chosen(rows, nats, per_byte=True)
         return found
 
     def baselines(self) -> dict[str, Baseline]:
@@ -169,11 +176,12 @@ class Choices(ZeroShot):
 
     def _always_first(self, batch: Batch) -> Predicted:
         table = _table(self)
-        return _only(table.options[table.rows_of(batch)] == 0, batch)
+        return _only(table.place[table.option[table.rows_of(batch)]] == 0, batch)
 
     def _always_last(self, batch: Batch) -> Predicted:
         table = _table(self)
-        return _only(np.isin(table.rows_of(batch) + 1, table.first), batch)
+        last = np.append(table.place[1:] == 0, True)
+        return _only(last[table.option[table.rows_of(batch)]], batch)
 
 
 @dataclass(frozen=True)
@@ -267,10 +275,14 @@ class Lambada(ZeroShot):
         return _stored(self.file)
 
     def measure(self, batch: Batch, got: Predicted) -> dict[str, Score | None]:
-        every = np.ones(len(batch.x), bool)
-        found: dict[str, Score | None] = {"accuracy": exact_match(batch, got)}
+        table = _table(self)
+        rows = table.rows_of(batch)
+        words = table.begins[rows]
+        wrong = table.sums(rows, _row_sums(batch, ~right_answers(batch, got)))
+        found: dict[str, Score | None] = {"accuracy": Score(words & (wrong == 0), words)}
         if got.loss is not None:
-            found["perplexity"] = Score(_row_sums(batch, got.loss), every)
+            found["perplexity"] = Score(table.sums(rows, _row_sums(batch, got.loss)), words)
+        every = np.ones(len(rows), bool)
         return {**found, "bits_per_byte": self._bits(batch, got, every)}
 
 
@@ -299,22 +311,29 @@ def _only(rows: np.ndarray, batch: Batch) -> Predicted:
 
 
 class _Table(NamedTuple):
-    """The rows of all items, one for each option."""
+    """The rows of all items: a window for each option, or several where its continuation is
+    long."""
 
-    tokens: list[np.ndarray]
-    """Context and continuation, at most block + 1 tokens."""
-    targets: np.ndarray
-    """How many tokens of the continuation each row has."""
+    windows: list[Window]
+    option: np.ndarray
+    """(rows,) the option that each row is of, counted over all items."""
+    begins: np.ndarray
+    """(rows,) whether a row is its option's first."""
     sizes: np.ndarray
-    """Bytes of each row's continuation."""
+    """(options,) bytes of the continuation."""
     cut: np.ndarray
-    """Whether a row has lost the beginning of its context."""
-    options: np.ndarray
-    """Which option of its item a row is."""
-    labels: np.ndarray
-    """The right option of each row's item."""
+    """(options,) whether there are more tokens than fit."""
+    place: np.ndarray
+    """(options,) which option of its item it is."""
+    is_right: np.ndarray
+    """(options,) whether it is the right one."""
     first: np.ndarray
     """(items + 1,) the first row of each item, and the number of rows."""
+
+    @property
+    def options_in_windows(self) -> np.ndarray:
+        """(options,) whether there are several rows."""
+        return np.bincount(self.option) > 1
 
     def per_batch(self, size: int) -> int:
         """Items in a batch of at most so many rows, at least one."""
@@ -322,13 +341,14 @@ class _Table(NamedTuple):
 
     def batch(self, rows: np.ndarray) -> Batch:
         """These rows, padded on the right; `note` has their numbers."""
-        lengths = np.array([len(self.tokens[row]) - 1 for row in rows])
+        some = [self.windows[row] for row in rows]
+        lengths = np.array([len(one.tokens) - 1 for one in some])
         x = np.zeros((len(rows), int(lengths.max())), np.int64)
         y = np.full(x.shape, IGNORE)
-        for at, row in enumerate(rows):
-            ids, length, count = self.tokens[row], lengths[at], self.targets[row]
-            x[at, :length] = ids[:-1]
-            y[at, length - count : length] = ids[len(ids) - count :]
+        for at, (tokens, scored) in enumerate(some):
+            length = lengths[at]
+            x[at, :length] = tokens[:-1]
+            y[at, length - scored : length] = tokens[-scored:]
         return Batch(x, y, lengths, note=rows)
 
     def rows_of(self, batch: Batch) -> np.ndarray:
@@ -336,25 +356,37 @@ class _Table(NamedTuple):
         rows = batch.note
         if rows is None:
             raise InputError("the batch does not say which items it has: it is another task's.")
-        last = np.append(self.options[rows][1:] == 0, True)
+        begins, ends = np.isin(rows, self.first[:-1]), np.isin(rows + 1, self.first)
+        last = np.append(begins[1:], True)
         follows = np.append(np.diff(rows) == 1, True)
-        ends = np.isin(rows + 1, self.first)
-        if self.options[rows[0]] or not (ends[last].all() and follows[~last].all()):
+        if not (begins[0] and ends[last].all() and follows[~last].all()):
             raise InputError(
                 "the batch has some options of an item and not others: measure in one process."
             )
         return rows
 
-    def right(self, rows: np.ndarray, cost: np.ndarray) -> np.ndarray:
-        """Whether the row is its item's first and the option of least cost is the right one."""
-        begins = np.flatnonzero(self.options[rows] == 0)
-        item = np.cumsum(self.options[rows] == 0) - 1
-        best = np.flatnonzero(cost == np.minimum.reduceat(cost, begins)[item])
+    def sums(self, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """(rows,) the sum over all rows of an option at its first one, 0 at the others."""
+        begins = self.begins[rows]
+        found = np.zeros(len(rows))
+        found[begins] = np.add.reduceat(values, np.flatnonzero(begins))
+        return found
+
+    def chosen(self, rows: np.ndarray, cost: np.ndarray, per_byte: bool = False) -> Score:
+        """A score at the first row of each item: whether the option of least cost is the right
+        one. The cost of an option is the sum over its rows."""
+        begins = np.flatnonzero(self.begins[rows])
+        option, total = self.option[rows[begins]], self.sums(rows, cost)[begins]
+        if per_byte:
+            total = total / np.maximum(self.sizes[option], 1)
+        starts = np.flatnonzero(self.place[option] == 0)
+        item = np.cumsum(self.place[option] == 0) - 1
+        best = np.flatnonzero(total == np.minimum.reduceat(total, starts)[item])
         _, at = np.unique(item[best], return_index=True)
-        chosen = self.options[rows[best[at]]]
-        right = np.zeros(len(rows), bool)
-        right[begins] = chosen == self.labels[rows[begins]]
-        return right
+        value, weight = np.zeros(len(rows), bool), np.zeros(len(rows), bool)
+        value[begins[starts]] = self.is_right[option[best[at]]]
+        weight[begins[starts]] = True
+        return Score(value, weight)
 
 
 def _table(task: ZeroShot) -> _Table:
@@ -370,16 +402,20 @@ def _read_table(task: ZeroShot, where: tuple[Path, ...]) -> _Table:
     requests = [request for item in items for request in item.options]
     pairs = encode_pairs(find_tokenizer(task.tokenizer), requests)
     counts = np.array([len(item.options) for item in items])
-    whole = [np.array(context + rest) for context, rest in pairs]
-    targets = np.array([len(rest) for _, rest in pairs])
+    place = np.concatenate([np.arange(count) for count in counts])
+    parts = [windows(context, rest, task.block) for context, rest in pairs]
+    each = np.array([len(some) for some in parts])
+    option = np.repeat(np.arange(len(parts)), each)
+    first_option = np.append(0, np.cumsum(counts))
     return _Table(
-        [ids[-(task.block + 1) :] for ids in whole],
-        np.minimum(targets, task.block),
+        [one for some in parts for one in some],
+        option,
+        np.diff(option, prepend=-1) > 0,
         np.array([len(request.continuation.encode()) for request in requests]),
-        np.array([len(ids) > task.block + 1 for ids in whole]),
-        np.concatenate([np.arange(count) for count in counts]),
-        np.repeat([item.label for item in items], counts),
-        np.append(0, np.cumsum(counts)),
+        np.array([len(context) + len(rest) > task.block + 1 for context, rest in pairs]),
+        place,
+        place == np.repeat([item.label for item in items], counts),
+        np.append(0, np.cumsum(each))[first_option],
     )
 
 

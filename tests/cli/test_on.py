@@ -90,7 +90,8 @@ def test_options_of_the_task_and_of_the_command_hold(
     assert values("evaluate model --on winogrande --on.items tiny", capsys)["n"] == 2
     assert values("evaluate model --on=winogrande --batches 1", capsys)["n"] == 4
     cut = told("evaluate model --on winogrande --on.block 8 --baselines", capsys)
-    assert "6 of 6 rows are longer than 8 tokens and were cut left." in cut
+    assert "4 of 6 requests are longer than 8 tokens and were cut left." in cut
+    assert "2 of 6 continuations are longer than 8 tokens and were scored in windows" in cut
     assert "metric, baseline always first" in cut
 
 

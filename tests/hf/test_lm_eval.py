@@ -119,17 +119,26 @@ def test_accuracy_of_a_yaml_task_is_that_of_our_own(folder: Path, mode: str) -> 
 
 
 @pytest.mark.parametrize("scoring", ["partial", "full"])
-def test_log_likelihoods_are_those_of_our_own_task(folder: Path, scoring: Any) -> None:
-    task = Winogrande(block=LENGTH, scoring=scoring)
+@pytest.mark.parametrize("length", [LENGTH, 7])
+def test_log_likelihoods_are_those_of_our_own_task(folder: Path, scoring: Any, length: int) -> None:
+    """Also of continuations that are longer than the model reads."""
+    task = Winogrande(block=length, scoring=scoring)
     requests = [option for item in task.read_items() for option in item.options]
-    scores = EntpLM("model", device="cpu").loglikelihood(instances(*requests), disable_tqdm=True)
+    lm = EntpLM("model", device="cpu")
+    lm.max_length = length
+    scores = lm.loglikelihood(instances(*requests), disable_tqdm=True)
     pairs = encode_pairs(find_tokenizer("bytes"), requests)
     labels = [item.label for item in task.read_items()]
     right = [scores[2 * at + label][0] for at, label in enumerate(labels)]
     size = sum(len(pairs[2 * at + label][1]) for at, label in enumerate(labels))
-    totals = own_totals(task).all["bits_per_byte"]
+    measured = own_totals(task)
+    totals = measured.all["bits_per_byte"]
     longest = max(len(context) + len(rest) for context, rest in pairs)
-    assert longest > LENGTH  # a context is cut in both
+    assert longest > length  # a context is cut in both
+    assert (max(len(rest) for _, rest in pairs) > length) == (length == 7)
+    costs = [(-scores[at][0], -scores[at + 1][0]) for at in range(0, len(scores), 2)]
+    chosen = [pair.index(min(pair)) == label for pair, label in zip(costs, labels, strict=True)]
+    assert measured.value("accuracy") == np.mean(chosen)
     assert -sum(right) == pytest.approx(totals.v, rel=1e-5)
     assert size == totals.w
 

@@ -1,4 +1,4 @@
-"""Log-likelihoods in windows: every token once, with the context that fits."""
+"""Log-likelihoods of windows: those of one prefix at a time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from entp.config import ModelConfig
-from entp.hf.scoring import Scorer, Window, windows
+from entp.hf.scoring import Scorer
 from entp.model import Transformer
+from entp.tasks.windows import Window
 from entp.training.forward import Forward
 
 
@@ -21,31 +22,6 @@ def small_model() -> Transformer:
 
 def how(mode: str) -> Forward:
     return Forward(mode, None, "cross_entropy", "auto", None, "fp32")
-
-
-@pytest.mark.parametrize(
-    ("context", "rest", "stride", "expected"),
-    [
-        ([1], [2, 3], None, [([1, 2, 3], 2)]),
-        ([9, 9, 1, 2, 3], [4, 5], None, [([9, 1, 2, 3, 4, 5], 2)]),
-        ([0], [1, 2, 3, 4, 5, 6, 7], None, [([0, 1, 2, 3, 4, 5], 5), ([2, 3, 4, 5, 6, 7], 2)]),
-        (
-            [0],
-            [1, 2, 3, 4, 5, 6, 7, 8, 9],
-            2,
-            [
-                ([0, 1, 2, 3, 4, 5], 5),
-                ([2, 3, 4, 5, 6, 7], 2),
-                ([4, 5, 6, 7, 8, 9], 2),
-            ],
-        ),
-        ([1], [], None, []),
-    ],
-)
-def test_windows_score_each_token_once(
-    context: list[int], rest: list[int], stride: int | None, expected: list[tuple[list[int], int]]
-) -> None:
-    assert windows(context, rest, 5, stride) == [Window(*one) for one in expected]
 
 
 @torch.no_grad()

@@ -290,9 +290,87 @@ def test_long_context_loses_its_beginning(data: Path) -> None:
     batch = task.batch(0, "test", 0, 2)
     assert batch.x.shape == (2, 12)
     assert task.to_text(batch.x[1].tolist()) == "Eve was glad"
-    assert task.caveats(0) == ["10 of 10 rows are longer than 12 tokens and were cut left."]
+    assert task.caveats(0) == [
+        "8 of 10 requests are longer than 12 tokens and were cut left.",
+        "2 of 10 continuations are longer than 12 tokens and were scored in windows, each token "
+        "once.",
+    ]
     assert Winogrande(block=64).caveats(0) == []
     assert measured(small_model(context_length=12), task, "decoder").all["accuracy"].n == 5
+
+
+@torch.no_grad()
+def windowed_nats(
+    model: Transformer, mode: str, context: list[int], rest: list[int], length: int
+) -> list[float]:
+    """Minus the log-probability of each token of `rest`, one prefix at a time, each of at most
+    `length` tokens: a window's tokens are read from where its last one reads `length`."""
+    tokens, found = [*context, *rest], []
+    for at, token in enumerate(rest):
+        end = len(context) + min(len(rest), (at // length + 1) * length)
+        prefix = tokens[max(0, end - 1 - length) : len(context) + at]
+        logits = model(torch.tensor([prefix]), mode)[0, -1]
+        found.append(-float(logits.log_softmax(-1)[token]))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["entp", "decoder"])
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize("block", [5, 12])
+def test_long_continuations_are_scored_in_windows(
+    data: Path, mode: str, size: int, block: int
+) -> None:
+    """All of their tokens count: in the sums, in their order, and per byte."""
+    model = small_model(context_length=block)
+    by_sum, by_byte, bits, length = [], [], 0.0, 0
+    for question, answers, label in QUESTIONS:
+        rests = [bytes_of(f" {answer}") for answer in answers]
+        sums = [sum(windowed_nats(model, mode, bytes_of(question), rest, block)) for rest in rests]
+        each = [cost / len(rest) for cost, rest in zip(sums, rests, strict=True)]
+        by_sum.append(sums.index(min(sums)) == label)
+        by_byte.append(each.index(min(each)) == label)
+        bits, length = bits + sums[label] / math.log(2), length + len(rests[label])
+    totals = measured(model, ArcEasy(block=block), mode, size)
+    assert totals.all["accuracy"].n == len(QUESTIONS)
+    assert totals.value("accuracy") == pytest.approx(np.mean(by_sum))
+    assert totals.value("byte_accuracy") == pytest.approx(np.mean(by_byte))
+    assert totals.all["bits_per_byte"].w == length
+    assert totals.value("bits_per_byte") == pytest.approx(bits / length, rel=1e-9)
+
+
+def test_cost_of_an_option_is_that_of_all_its_windows(data: Path) -> None:
+    """The last window of the longest option is the cheapest row, and the option the dearest."""
+    task = Piqa(block=10)
+    batch = task.batch(0, "test", 0, 100)
+    assert batch.note is not None
+    lengths = np.bincount(batch.row)
+    assert lengths.tolist() == [5, 6, 10, 10, 2]  # " fire", " water", " a stone in the desert"
+    cost = np.array([1.0, 0.9, 0.5, 0.5, 0.1])
+    scores = task.measure(batch, Predicted(batch.targets, (cost / lengths)[batch.row]))
+    for name in ("accuracy", "byte_accuracy"):
+        score = scores[name]
+        assert score is not None
+        assert score.weight.tolist() == [True, False, False, False, False]
+    assert scores["accuracy"].value[0]  # type: ignore[union-attr]
+    assert not scores["byte_accuracy"].value[0]  # type: ignore[union-attr]
+    right = evaluate_baseline(task, "always last", [batch])
+    assert right.value("accuracy") == 0
+
+
+def test_word_in_windows_is_one_word(data: Path) -> None:
+    model, words = small_model(context_length=3), []
+    for passage, (word,), _ in PASSAGES:
+        words.append(windowed_nats(model, "entp", bytes_of(passage), bytes_of(f" {word}"), 3))
+    totals = measured(model, Lambada(block=3), "entp")
+    assert totals.all["perplexity"].n == totals.all["accuracy"].n == len(words)
+    assert totals.all["perplexity"].mean == pytest.approx(np.mean([sum(w) for w in words]))
+    assert totals.all["bits_per_byte"].w == sum(map(len, words))
+    task = Lambada(block=3)
+    batch = task.batch(0, "test", 0, 100)
+    wrong = np.where(batch.row == 2, batch.targets + 1, batch.targets)  # the first word's last row
+    score = task.measure(batch, Predicted(wrong, None))["accuracy"]
+    assert score is not None
+    assert score.value[score.weight.astype(bool)].tolist() == [False, True]
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])

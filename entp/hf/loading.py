@@ -134,4 +134,5 @@ def readable_errors(place: str, needs: str = NEEDS) -> Iterator[None]:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise InputError(f"{place} cannot be loaded: {first} {needs}") from error
+        stop = "" if first.endswith((".", "!", "?")) else "."
+        raise InputError(f"{place} cannot be loaded: {first}{stop} {needs}") from error

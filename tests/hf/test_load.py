@@ -420,6 +420,15 @@ def test_damaged_files_are_an_error_that_names_the_folder(tmp_path: Path) -> Non
         entp.hf.load(tmp_path)
 
 
+def test_torn_weights_are_told_in_whole_sentences(tmp_path: Path) -> None:
+    file = saved(network_of("gpt2"), tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(
+        InputError, match=r"cannot be loaded: .*[a-z]\. A folder needs config\.json"
+    ):
+        entp.hf.load(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "meta-llama/Meta-Llama-3-8B"])
 def test_names_are_not_downloaded_unasked(name: str) -> None:
     with pytest.raises(InputError, match=rf"'{name}' is no folder.*download=True"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +42,8 @@ def load(file: Path, dtype: torch.dtype) -> PretrainedModel:
 def load_network(file: Path, dtype: torch.dtype) -> Any:
     """HuggingFace's causal language model of a GGUF file, with nothing left of its quantisation."""
     transformers = _need(file)
-    with quiet(transformers), _readable(file, "A whole GGUF file of a Llama is needed."):
+    readable = _readable(file, "A whole GGUF file of a Llama is needed.")
+    with quiet(transformers), _no_bar(), readable:
         read = transformers.AutoModelForCausalLM.from_pretrained(
             str(file.parent), gguf_file=file.name, dtype=dtype, local_files_only=True
         )
@@ -70,9 +72,15 @@ def convert(source: str | Path, folder: str | Path, precision: Precision = "bf16
             str(file.parent), gguf_file=file.name, local_files_only=True
         )
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(out)
-    network.save_pretrained(out)
+    with quiet(transformers):
+        tokenizer.save_pretrained(out)
+        network.save_pretrained(out)
     return out
+
+
+def _no_bar() -> contextlib.AbstractContextManager[Any]:
+    """Without the reader's progress bar, which the library cannot turn off."""
+    return contextlib.redirect_stderr(io.StringIO())
 
 
 @contextlib.contextmanager

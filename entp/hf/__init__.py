@@ -51,6 +51,15 @@ def wrap(network: Any) -> PretrainedModel:
     return families.wrap(network)
 
 
+def refuse_gguf(source: Path) -> None:
+    """InputError for a GGUF file where a folder is needed."""
+    if source.suffix == ".gguf":
+        raise InputError(
+            f"{source} is a GGUF file, and a folder in HuggingFace's format is needed: write it by "
+            f"`entp llm convert {source} --out FOLDER`."
+        )
+
+
 def need_transformers() -> Any:
     """The transformers library, or an InputError that says how to install it."""
     try:

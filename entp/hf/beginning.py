@@ -17,7 +17,7 @@ from torch import Tensor
 
 from entp.config import PretrainedConfig
 from entp.errors import InputError
-from entp.hf import load
+from entp.hf import load, refuse_gguf
 from entp.hf.adapters import PretrainedModel
 from entp.hf.building import describe, train_every_token
 from entp.hf.vocabulary import Rows, rows_for
@@ -53,6 +53,7 @@ def like(init: PretrainedConfig) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)  # what a command asks for twice is read once
 def _read(folder: Path, task: Task) -> Init:
+    refuse_gguf(folder)
     if not is_pretrained(folder):
         raise InputError(
             f"{folder} is no folder in HuggingFace's format: it needs config.json with a "

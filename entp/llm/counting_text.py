@@ -23,6 +23,7 @@ from entp.data.tokenizers import TOKENIZER, ByteTokenizer
 from entp.errors import InputError
 from entp.fields import check_numbers, choice_problems, raise_problems
 from entp.files import parse_json
+from entp.hf import refuse_gguf
 from entp.hf.tokenizer_files import files_beside
 from entp.llm.prompts import (
     Answer,
@@ -130,6 +131,7 @@ class CountText(Task):
 
     def _of(self, folder: Path) -> CountText:
         """With what the files of a folder say of its tokenizer."""
+        refuse_gguf(folder)
         path = folder.expanduser().absolute() / TOKENIZER
         if not path.is_file():
             raise InputError(

@@ -16,7 +16,9 @@ import entp.hf
 from entp.cli.llm import llm_command
 from entp.cli.main import main
 from entp.errors import InputError
+from entp.hf.beginning import read_pretrained
 from entp.llm.counting_text import CountText
+from entp.tasks.counting import Count3
 
 gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
@@ -165,3 +167,16 @@ def test_wrong_files_say_what_is_needed(llama: Any, tmp_path: Path) -> None:
         entp.hf.load(tmp_path / "torn.gguf")
     with pytest.raises(InputError, match="is not empty: give a new folder"):
         llm_command(["convert", str(tmp_path / "a.gguf"), "--out", str(tmp_path)])
+
+
+def test_file_in_place_of_a_folder_names_the_command(
+    llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_gguf(tmp_path / "small.gguf", llama)
+    told = f"`entp llm convert {file} --out FOLDER`"
+    for recipe in ("count3-bert", "count3-llm"):
+        words = ["reproduce", recipe, f"--out={tmp_path}", "--device=cpu", f"--init={file}"]
+        assert main(words) == 2
+        assert told in capsys.readouterr().err
+    with pytest.raises(InputError, match="is a GGUF file, and a folder"):
+        read_pretrained(file, Count3())

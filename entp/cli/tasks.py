@@ -22,11 +22,14 @@ def tasks_command(args: list[str]) -> int:
 
 def describe(name: str, task: Task) -> str:
     """An example, the options, the metrics with their slices, and the baselines of a task."""
-    options = [f"  {_option(f.name)} {getattr(task, f.name)}" for f in fields(task)]
+    command, prefix = f"entp train {name}", "task"
+    if task.only_tests:
+        command, prefix = f"entp evaluate RUN --on {name}", "on"
+    options = [f"  {_option(prefix, f.name)} {getattr(task, f.name)}" for f in fields(task)]
     parts = [
         f"{task.name}: {task.about}",
         task.draw(),
-        "\n".join([f"entp train {name} takes:", *options]),
+        "\n".join([f"{command} takes:", *options]),
         "\n".join(["metrics:", *map(_metric, task.metrics)]),
     ]
     if task.baselines():
@@ -34,8 +37,8 @@ def describe(name: str, task: Task) -> str:
     return "\n\n".join(parts)
 
 
-def _option(field: str) -> str:
-    return f"--task.{field.replace('_', '-')}"
+def _option(prefix: str, field: str) -> str:
+    return f"--{prefix}.{field.replace('_', '-')}"
 
 
 def _metric(metric: Metric) -> str:

@@ -132,6 +132,8 @@ class Task:
     loss: ClassVar[Literal["cross_entropy", "squared_error"]] = "cross_entropy"
     takes_data: ClassVar[bool] = False
     """Whether the task reads files, which `with_data` chooses."""
+    only_tests: ClassVar[bool] = False
+    """Whether there is nothing to train on: runs of other tasks are measured by `--on`."""
     streams: ClassVar[bool] = False
     """Whether sequences are text without an end: `entp generate` prints them as they come, and
     slides over them beyond the model's context."""

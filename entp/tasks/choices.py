@@ -54,6 +54,7 @@ class ZeroShot(Task):
     """Base of tasks that score continuations: give `read_items`."""
 
     takes_data: ClassVar[bool] = True
+    only_tests: ClassVar[bool] = True
 
     tokenizer: str = "bytes"
     """bytes, gpt2, or the first 16 digits of the checksum of a tokenizer.json. `--on` takes the

@@ -160,4 +160,12 @@ def test_tasks_are_listed_and_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     assert "target  .  .  ." in drawn
     assert "  --task.length 8\n" in drawn
     assert "  token_accuracy (per target, higher is better, --by length)\n" in drawn
+    assert "entp train count3 takes:" in drawn
     assert "baselines: one hop" in shown("tasks chase", capsys)
+
+
+def test_task_without_training_says_how_it_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = shown("tasks winogrande", capsys)
+    assert "entp evaluate RUN --on winogrande takes:\n  --on.tokenizer bytes\n" in drawn
+    assert "entp train" not in drawn
+    assert "--task." not in drawn

@@ -99,7 +99,8 @@ def _prefix_length(prefix: Tensor | int | None, device: torch.device | None) -> 
         if prefix < 1:
             raise InputError(f"prefix must be at least 1 token, got {prefix}.")
         return prefix
-    if not bool((prefix >= 1).all()):
+    # Elsewhere than on a CPU, looking at values would wait for the device.
+    if prefix.device.type == "cpu" and not bool((prefix >= 1).all()):
         raise InputError(f"prefix must be at least 1 token, got {prefix.tolist()}.")
     return prefix.to(device).reshape(-1, 1, 1)
 

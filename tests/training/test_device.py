@@ -1,0 +1,100 @@
+"""Every model, task and technique computes on the device of its weights: seen on torch's meta
+device, where a tensor made on the CPU by mistake, or a value that is read, is an error."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from host_watch import HostCopies, to_meta
+from small_runs import new_stepper, small_run
+
+from entp.config import CurriculumConfig, EmaConfig, RandomTargetsConfig, Run, model_for
+from entp.tasks.addition import Addition
+from entp.tasks.base import Task
+from entp.tasks.in_context import InContext
+from entp.tasks.pointers import Chase
+from entp.training.gradients import gradients
+
+TASKS: dict[str, Task] = {
+    "windows": Addition(digits=1, train_examples=50, layout="windows"),
+    "padded": Addition(digits=2, train_examples=50),
+    "abacus": Addition(digits=2, train_examples=50, positions="abacus", operands="reversed"),
+    "vectors": InContext(dim=3, points=5, curriculum_steps=0),
+    "chase": Chase(nodes=4, hops=2),
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "rotary": {"position_embedding": "rotary"},
+    "relative": {"position_embedding": "relative"},
+    "sinusoidal": {"position_embedding": "sinusoidal"},
+    "none": {"position_embedding": "none"},
+    "given": {"position_embedding": "given"},
+    "post": {"norm_placement": "post", "activation": "gelu-exact"},
+    "shared heads": {"kv_heads": 1, "heads": 2, "activation": "swiglu", "norm": "rms"},
+    "looped": {"loops": 2, "layers": 2},
+    "causal first": {"causal_layers": 1, "layers": 3},
+}
+TECHNIQUES: dict[str, dict[str, Any]] = {
+    "random targets": {"random_targets": RandomTargetsConfig(2)},
+    "average": {"ema": EmaConfig(5)},
+    "random prefix": {"curriculum": CurriculumConfig(5, "random-prefix", uniform_lengths=True)},
+    "decoder first": {"curriculum": CurriculumConfig(5, "decoder")},
+}
+
+
+@pytest.fixture(autouse=True)
+def no_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the meta device has not."""
+
+    def autocast(device: str, *args: Any, **options: Any) -> Any:
+        return contextlib.nullcontext() if device == "meta" else real(device, *args, **options)
+
+    def is_enabled(device: str) -> bool:
+        return device != "meta" and really_enabled(device)
+
+    real, really_enabled = torch.autocast, torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", is_enabled)
+    monkeypatch.setattr(torch, "autocast", autocast)
+
+
+def step_on_meta(run: Run) -> list[str]:
+    """What the second step of a run copies from the host, on the meta device."""
+    stepper = new_stepper(run)
+    state, batch = stepper.state, run.task.batch(0, "train", 0, run.batch_size)
+    how = stepper.prepare(batch)
+    inputs = stepper._inputs(how, batch)
+    state.model.to("meta")
+    inputs.arrays = to_meta(inputs.arrays)
+    gradients(state.model, inputs, how, state.techniques)  # makes tables
+    with HostCopies() as copies:
+        loss, found = gradients(state.model, inputs, how, state.techniques)
+    assert loss.is_meta
+    assert all(g is None or g.is_meta for g in found.values())
+    return copies.found
+
+
+@pytest.mark.parametrize("mode", ["entp", "decoder"])
+@pytest.mark.parametrize("name", TASKS)
+def test_tasks(name: str, mode: Any) -> None:
+    task = TASKS[name]
+    sizes = {"layers": 2, "heads": 2, "width": 16}
+    model = model_for(task, "small", **sizes)
+    if task.batch(0, "train", 0, 2).lengths is not None:
+        pytest.skip("padding is checked on the host: such batches are covered before capture")
+    assert not step_on_meta(small_run(task=task, model=model, mode=mode))
+
+
+@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str, mode: Any) -> None:
+    run = small_run(mode=mode)
+    run = replace(run, model=replace(run.model, **MODELS[name]))
+    assert not step_on_meta(run)
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_techniques(name: str) -> None:
+    assert not step_on_meta(small_run(**TECHNIQUES[name]))

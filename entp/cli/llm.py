@@ -1,17 +1,20 @@
 """`entp llm openai prepare|submit|status|evaluate`: GPT-4o fine-tuned on Count3 or Count2.
 
 `entp llm convert FILE.gguf`: a model that is fine-tuned here, from a GGUF file.
+`entp llm trim FOLDER --task TASK`: a pretrained model with the tokens of a task alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from entp.cli.help import part_list
-from entp.cli.parse import HELP, name_of, parse, part_of
-from entp.errors import one_of
+from entp.cli.parse import HELP, name_of, named_task, parse, part_of
+from entp.errors import InputError, one_of
 from entp.terminal import format_table
 
 NOTHING_SENT = "Nothing was sent: add --yes to send it."
@@ -96,6 +99,17 @@ class ConvertOptions:
     """Of the weights in the folder. They are trained in fp32."""
 
 
+@dataclass(frozen=True)
+class TrimOptions:
+    """Write a pretrained model with the tokens of one task alone, as a folder in HuggingFace's
+    format that is small enough to copy; runs that begin with it are the same."""
+
+    out: Path
+    """The new folder."""
+    shard_mib: float | None = None
+    """Largest file of weights in MiB; no tensor is cut. None: one file."""
+
+
 OPENAI: dict[str, type] = {
     "prepare": PrepareOptions,
     "submit": SubmitOptions,
@@ -105,15 +119,16 @@ OPENAI: dict[str, type] = {
 
 
 def llm_command(args: list[str]) -> int:
-    """llm openai|convert: fine-tune GPT-4o on Count3 or Count2; read a GGUF file for --init"""
+    """llm openai|convert|trim: fine-tune GPT-4o on Count3 or Count2; make a folder for --init"""
     if not args or args[0] in (*HELP, "--help-all"):
         print(part_list("llm openai", OPENAI, "prepare"))
         print("\nentp llm convert FILE.gguf --out FOLDER: a GGUF file in HuggingFace's format")
+        print("entp llm trim FOLDER --task TASK --out FOLDER: a model with a task's tokens alone")
         return 0
-    if args[0] == "convert":
-        return _convert(args[1:])
+    if args[0] in FOLDERS:
+        return FOLDERS[args[0]](args[1:])
     if args[0] != "openai":
-        raise one_of("part of entp llm", args[0], ["openai", "convert"])
+        raise one_of("part of entp llm", args[0], ["openai", *FOLDERS])
     part, words = part_of(args[1:], "llm openai", "part of entp llm openai", OPENAI, "prepare")
     if part == "prepare":
         return _prepare(parse(PrepareOptions, words, "entp llm openai prepare"))
@@ -137,6 +152,51 @@ def _convert(words: list[str]) -> int:
 
     print(f"next: entp train count-text --init {convert(file, options.out, options.precision)}")
     return 0
+
+
+def _trim(words: list[str]) -> int:
+    folder = Path(name_of(words, "folder", [], "llm trim"))
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--task", nargs="?")
+    asked, rest = parser.parse_known_args(words[1:])
+    if asked.task is None and not set(rest) & {*HELP, "--help-all"}:
+        raise InputError(
+            "entp llm trim needs --task with the task whose tokens are kept: `entp tasks` lists "
+            "them."
+        )
+    program = f"entp llm trim {folder} --task {asked.task or 'TASK'}"
+    options: Any = parse(_trim_options(asked.task), rest, program)
+    from entp.hf import need_transformers
+
+    need_transformers()
+    from entp.hf.trimming import trim
+
+    task = options.task.with_data(None).for_model(folder)
+    found = trim(folder, task, options.out, options.shard_mib)
+    print(
+        f"{options.out}: {len(found.rows.ids):,} of {found.vocab:,} tokens, {found.size / 1e6:.1f} "
+        f"MB. {found.rows.told}"
+    )
+    print(f"next: entp train {asked.task} --init {options.out}")
+    return 0
+
+
+def _trim_options(task: str | None) -> type:
+    """The options of `entp llm trim` with those of a task."""
+    if task is None:
+        return TrimOptions
+    return make_dataclass(
+        "TrimOptions",
+        [("task", named_task(task))],
+        bases=(TrimOptions,),
+        frozen=True,
+        kw_only=True,
+        namespace={"__doc__": TrimOptions.__doc__},
+    )
+
+
+FOLDERS: dict[str, Callable[[list[str]], int]] = {"convert": _convert, "trim": _trim}
+"""What writes a folder of a model for --init."""
 
 
 def _prepare(options: PrepareOptions) -> int:

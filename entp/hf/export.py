@@ -59,11 +59,11 @@ def export_hf(
     if isinstance(run.model, PretrainedConfig):
         text = tokenizer_files(run)
         network = export_pretrained.network_of(model, run, text).to(DTYPES[dtype])
-        files = {**_saved(network, None, shard_mib), **text}
+        files = {**saved_files(network, None, shard_mib), **text}
         name = export_pretrained.auto_name(run, run.model)
     else:
         convert = to_hf if format == "hf" else to_gpt2
-        files = _saved(convert(model, run).to(DTYPES[dtype]), make_tokenizer(run), shard_mib)
+        files = saved_files(convert(model, run).to(DTYPES[dtype]), make_tokenizer(run), shard_mib)
         name = "GPT2LMHeadModel" if format == "gpt2" else "AutoModelForCausalLM"
     flag = ", trust_remote_code=True" if any(name.endswith(".py") for name in files) else ""
     readme = _readme(name, flag, format, run).encode()
@@ -231,7 +231,7 @@ def _with_weights(found: Any, weights: dict[str, Tensor]) -> Any:
     return found.eval()
 
 
-def _saved(found: Any, tokenizer: Any, shard_mib: float | None) -> dict[str, bytes]:
+def saved_files(found: Any, tokenizer: Any, shard_mib: float | None) -> dict[str, bytes]:
     """The files that transformers writes for a model and its tokenizer, if there is one."""
     with tempfile.TemporaryDirectory() as folder, _no_progress_bars():
         size = {} if shard_mib is None else {"max_shard_size": int(shard_mib * 2**20)}

@@ -50,7 +50,7 @@ def rows_for(task: Task, folder: Path, vocab: int) -> Rows:
             "out, or train on a task of tokens."
         )
     path = folder / TOKENIZER
-    if path.is_file() and _tokenizer_of(task) in _names(folder):
+    if reads_own_text(task, folder):
         if needed < vocab:
             return Rows(list(range(needed)), 0, needed)
         return Rows(list(range(vocab)), needed - vocab, vocab)
@@ -60,6 +60,11 @@ def rows_for(task: Task, folder: Path, vocab: int) -> Rows:
             "of a larger vocabulary."
         )
     return _by_text(task, needed, _encoder(path) if path.is_file() else None, vocab)
+
+
+def reads_own_text(task: Task, folder: Path) -> bool:
+    """Whether the task's texts are cut into tokens by the folder's own tokenizer."""
+    return (folder / TOKENIZER).is_file() and _tokenizer_of(task) in _names(folder)
 
 
 def _tokenizer_of(task: Task) -> str | None:
@@ -93,14 +98,31 @@ def _encoder(path: Path) -> Any:
     return found
 
 
+def own_texts(task: Task, rows: Rows, folder: Path) -> dict[str, int]:
+    """The task's tokens that are the model's own of the same text, by that text; none where the
+    folder has no tokenizer."""
+    path = folder / TOKENIZER
+    if not path.is_file():
+        return {}
+    encoder = _encoder(path)
+    texts = {task.to_text([token]): token for token in reversed(range(len(rows.ids)))}
+    return {text: token for text, token in texts.items() if _one(encoder, text) == rows.ids[token]}
+
+
 def _by_text(task: Task, needed: int, encoder: Any, vocab: int) -> Rows:
     found: dict[int, int] = {}
     taken: set[int] = set()
     for token in range(needed) if encoder is not None else ():
-        ids = encoder.encode(task.to_text([token]), add_special_tokens=False).ids
-        if len(ids) == 1 and ids[0] < vocab and ids[0] not in taken:
-            found[token] = ids[0]
-            taken.add(ids[0])
+        row = _one(encoder, task.to_text([token]))
+        if row is not None and row < vocab and row not in taken:
+            found[token] = row
+            taken.add(row)
     free = (row for row in range(vocab) if row not in taken)
     ids = [found[token] if token in found else next(free) for token in range(needed)]
     return Rows(ids, 0, len(found))
+
+
+def _one(encoder: Any, text: str) -> int | None:
+    """The token that a text is; None where it is several, or none."""
+    ids = encoder.encode(text, add_special_tokens=False).ids
+    return ids[0] if len(ids) == 1 else None

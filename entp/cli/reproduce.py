@@ -62,8 +62,8 @@ class ReproduceOptions(SharedOptions):
     """Folder of the pretrained weights, in HuggingFace's format, that some arms begin with. None:
     no such arm is begun."""
     record: Path | None = None
-    """Add the results to this file, which may hold arms from other machines; table and figures are
-    then of all of them."""
+    """Add the results to this file, which may hold arms from other machines, every half minute
+    while runs train; table and figures are then of all of them."""
 
     def __post_init__(self) -> None:
         if not self.only:

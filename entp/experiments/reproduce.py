@@ -16,7 +16,7 @@ import math
 import sys
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -36,7 +36,14 @@ from entp.experiments.collect import (
 )
 from entp.experiments.jobs import expected_seconds, how_many, longest_first
 from entp.experiments.recipe import ArmRun, Recipe, check_recipe
-from entp.experiments.testing import batches_of, is_complete, measure_best
+from entp.experiments.recorder import recording
+from entp.experiments.testing import (
+    batches_of,
+    is_complete,
+    is_measured,
+    measure_best,
+    stopping_at_signals,
+)
 from entp.experiments.workers import Ending, in_parallel
 from entp.files import lock_folder, write_file
 from entp.report.figures import draw_record
@@ -59,8 +66,7 @@ WRITE_AFTER = 10.0
 class Resources(NamedTuple):
     """What runs are carried out with."""
 
-    root: Path
-    """The folder of the recipe's run folders."""
+    study: Study
     device: str
     concurrent: int
     """Runs at a time, which share the device."""
@@ -70,6 +76,11 @@ class Resources(NamedTuple):
     """Variables of the processes that carry them out, where there are several."""
     init: Path | None = None
     """The folder of the weights that some begin with."""
+
+    @property
+    def root(self) -> Path:
+        """The folder of the recipe's run folders."""
+        return self.study.folders
 
 
 class Outcome(Record):
@@ -96,6 +107,8 @@ def reproduce(
     came out. Returns the results.
 
     An arm that fails does not stop the others; all that failed are named in an error at the end.
+    The record has what runs have so far every half minute while they train, and before each is
+    tested.
 
     jobs: runs at a time, or "auto" for as many as the device serves best. Where there are several,
         the longest begin first.
@@ -127,8 +140,8 @@ def reproduce(
     if stopped:
         return Outcome(**dict(study.write()), stopped_by=stopped)
     found, failed = study.write(), {}
-    with shared_device(arms, device, jobs) as (jobs, shared):
-        resources = Resources(study.folders, device, jobs, max_minutes, shared.environment, init)
+    with shared_device(arms, device, jobs) as (jobs, shared), recording(study.recorded(arms)):
+        resources = Resources(study, device, jobs, max_minutes, shared.environment, init)
         if jobs > 1:
             arms = longest_first(arms, study.folders)
         with closing(_run_all(arms, resources)) as endings:
@@ -274,10 +287,26 @@ class Study:
             )
         return True
 
+    def recorded(self, arms: Sequence[ArmRun]) -> Study | None:
+        """What is to be written while these arms are under way: without a record nothing, as their
+        folders have it all."""
+        return self if arms and self.record is not None else None
+
     def write(self, answered: Sequence[BaselineRecord] = ()) -> Record:
-        """Collect what there is and write it, with what baselines answered since. Another process
-        may have added to the record since it was read."""
-        with lock_folder(self.root if self.record is None else self.record.parent):
+        """Collect what there is and write it, with what baselines answered since."""
+        return self._write(self.places, answered)
+
+    def write_so_far(self) -> None:
+        """The same for the record alone, while arms are under way."""
+        self._write(self.places[-1:])
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Inside, no other process writes."""
+        return lock_folder(self.root if self.record is None else self.record.parent)
+
+    def _write(self, places: Sequence[Path], answered: Sequence[BaselineRecord] = ()) -> Record:
+        """Another process may have added to the record since it was read."""
+        with self.locked():
             kept, blank = self.read_kept(), self.blank
             if self.record is not None and self.record.exists():
                 blank = add_metrics(blank, self._read(self.record), kept)
@@ -285,7 +314,7 @@ class Study:
             streams = baseline_streams(self.arms, [*self._known_baselines(), *answered])
             told = [one for _, one in streams.values() if one.totals]
             found = found.model_copy(update={"baselines": told})
-            for path in self.places:
+            for path in places:
                 found = write_record(path, found)
         return found
 
@@ -441,7 +470,7 @@ def time_left(seconds: float, done: int, runs: int, jobs: int = 1, longer: float
 
 def run_arm(arm: ArmRun, resources: Resources, quiet: bool = False) -> int | None:
     """Train one run, or what is left of it, and test its best checkpoint. Returns the signal that
-    stopped it, if one did."""
+    stopped it, if one did. What is trained is recorded before it is tested."""
     folder = find_folder(arm, resources.root)
     before = read_folder(arm, resources.root)
     if before is None or not before.done:
@@ -454,8 +483,11 @@ def run_arm(arm: ArmRun, resources: Resources, quiet: bool = False) -> int | Non
         concurrent = _concurrent(folder, arm.run, begun, resources.concurrent)
     else:
         concurrent = _concurrent(folder, arm.run, True, None)
-    measure_best(arm, folder, pick_device(resources.device, World()), concurrent)
-    return None
+    with stopping_at_signals() as signals:
+        if not is_measured(arm, folder):
+            resources.study.write_so_far()
+            measure_best(arm, folder, pick_device(resources.device, World()), concurrent)
+    return signals.caught
 
 
 def _beginning(arm: ArmRun, resources: Resources) -> Init | None:

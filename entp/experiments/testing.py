@@ -4,6 +4,7 @@ else the recipe asks for, written to test.json in its folder."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,14 @@ from entp.training.evaluate import (
     untouched_batches,
 )
 from entp.training.forward import Forward
+from entp.training.signals import StopSignals
 
 
 def measure_best(arm: ArmRun, folder: Path, device: torch.device, concurrent: int | None) -> None:
     """Write test.json: the best checkpoint on test sequences and on further splits, and the last
-    one if the recipe asks for it, unless it is there for these already."""
+    one if the recipe asks for it."""
     run, best, before = arm.run, find(folder), read_test(folder, arm.run, arm.test_name)
     last = find(folder, "last") if arm.test_last else None
-    if before is not None and _is_of(before, best, last) and is_complete(before, arm):
-        return
     how, model = Forward.of(run), load(best, device=device)
 
     def totals(model: Any, split: Split = "test") -> TotalsData:
@@ -103,6 +103,32 @@ class _Scores:
         found = self.task.measure(batch, got)
         self.all.append(Scored(batch, found))
         return found
+
+
+def is_measured(arm: ArmRun, folder: Path) -> bool:
+    """Whether test.json is there for these checkpoints, with everything that the recipe asks
+    for."""
+    test = read_test(folder, arm.run, arm.test_name)
+    if test is None:
+        return False
+    last = find(folder, "last") if arm.test_last else None
+    return _is_of(test, find(folder), last) and is_complete(test, arm)
+
+
+class _Interrupted(BaseException):
+    """A signal came; no error, so that nobody takes it for one."""
+
+
+@contextmanager
+def stopping_at_signals() -> Iterator[StopSignals]:
+    """SIGINT and SIGTERM end what is inside at once, and only that; they are in `caught`."""
+
+    def interrupt() -> None:
+        raise _Interrupted
+
+    signals = StopSignals(interrupt)
+    with suppress(_Interrupted), signals:
+        yield signals
 
 
 def _is_of(test: RunTest, best: Path, last: Path | None) -> bool:

@@ -12,27 +12,27 @@ from urllib.parse import quote
 
 from entp.errors import InputError
 from entp.files import write_file
+from entp.report.cells import TableText, escape, markdown_table
+from entp.report.comparisons import (
+    about_equal,
+    about_reach,
+    about_versus,
+    equal_table,
+    reach_table,
+    versus_table,
+)
 from entp.report.figures import draw_record
 from entp.report.summary import draw_summary
 from entp.report.tables import (
-    TableText,
     about_bins,
-    about_equal,
-    about_reach,
     about_splits,
-    about_versus,
     arms_table,
     baselines_table,
     bins_table,
-    equal_table,
-    escape,
     grid_table,
-    markdown_table,
-    reach_table,
     seeds_table,
     slice_tables,
     splits_table,
-    versus_table,
 )
 from entp.results.schema import ArmRecord, Record, Source
 from entp.results.store import complete, find_records

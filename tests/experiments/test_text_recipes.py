@@ -20,7 +20,7 @@ from entp.experiments.collect import find_folder, match_runs
 from entp.experiments.recipe import Arm, Recipe, check_recipe, find_recipe
 from entp.experiments.recipes import text, text_tasks
 from entp.experiments.reproduce import reproduce
-from entp.report.tables import _pairs
+from entp.report.comparisons import pairs_of
 from entp.results.store import read_record
 from entp.tasks.base import Batch
 from entp.tasks.counting import Count3
@@ -218,7 +218,7 @@ def test_compute_is_compared_in_the_table() -> None:
     recipe = find_recipe("openwebtext")
     assert recipe.table is not None
     record = recipe.record()
-    pairs = list(_pairs(record))
+    pairs = list(pairs_of(record))
     entp = next(arm.label for arm in recipe.arms if arm.factors == {**FACTORS, "mode": "ENTP"})
     for tokens in (text.EQUAL_SECONDS, text.EQUAL_FLOPS):
         (decoder,) = (arm.label for arm in recipe.arms if arm.factors["tokens"] == tokens)

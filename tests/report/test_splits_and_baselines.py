@@ -17,15 +17,10 @@ from small_records import (
     sliced_totals,
 )
 
+from entp.report.comparisons import equal_table
 from entp.report.figures import draw_record
 from entp.report.page import page
-from entp.report.tables import (
-    baselines_table,
-    bins_table,
-    equal_table,
-    record_table,
-    splits_table,
-)
+from entp.report.tables import baselines_table, bins_table, record_table, splits_table
 from entp.results.schema import (
     BaselineRecord,
     Bootstrap,

@@ -15,18 +15,9 @@ from small_records import (
     sourced_run,
 )
 
-from entp.report.tables import (
-    arms_table,
-    escape,
-    markdown_table,
-    number,
-    reach_table,
-    record_table,
-    seeds_table,
-    slice_tables,
-    span,
-    versus_table,
-)
+from entp.report.cells import escape, markdown_table, number, span
+from entp.report.comparisons import reach_table, versus_table
+from entp.report.tables import arms_table, record_table, seeds_table, slice_tables
 from entp.results.schema import (
     Check,
     MetricSpec,
@@ -114,7 +105,7 @@ def test_span_is_the_least_and_the_most() -> None:
 
 
 def test_markdown_escapes_cells_and_keeps_columns() -> None:
-    from entp.report.tables import TableText
+    from entp.report.cells import TableText
 
     lines = markdown_table(TableText(["a|b", "c"], [["x\ny", "<b>"]]))
     assert lines == [r"| a\|b | c |", "| --- | --- |", "| x y | &lt;b&gt; |"]

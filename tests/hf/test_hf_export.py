@@ -548,16 +548,25 @@ def test_missing_transformers_is_named(
 
 
 def test_worked_example_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate")
     text = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)[0].splitlines()
     for line in commands:
         assert main([*shlex.split(line)[1:], "--device=cpu"]) == 0
     names: dict[str, Any] = {}
-    exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0], names)
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(block, names)
     for found in ("sequences", "best", "answers"):
         assert (
             names[found].tolist()
             == entp.generate(load("count3-16-entp"), names["prompt"], 6).tolist()
         )
     assert float(names["loss"].detach()) > 0
+    models = [names[name] for name in ("small", "as_decoder", "by_name")]
+    assert {type(model).__name__ for model in models} == {"EntpForCausalLM"}
+    assert [model.config.mode for model in models] == ["entp", "decoder", "entp"]
+    state = names["trainer"].state
+    assert (state.global_step, Path("small-trained/model.safetensors").is_file()) == (8, True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,3 +127,12 @@ def test_other_tasks_tokens_are_no_words_of_it(tmp_path: Path) -> None:
     trim(folder, replace(TASK, num_values=20, length=16), tmp_path / "small")
     init = read_pretrained(tmp_path / "small", Addition(digits=2))
     assert init.origin["tokens"].startswith("10 of ")
+
+
+def test_command_of_the_document_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "pretrained.md").read_text()
+    (line,) = re.findall(r"^entp (llm trim small-bert .*)$", text, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    folder_of("bert", Path("small-bert"), vocab_size=64)
+    assert main(shlex.split(line)) == 0
+    assert entp.hf.load("smaller-bert").vocab == 10

@@ -8,7 +8,7 @@ nothing is trained here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -21,7 +21,14 @@ from entp.errors import InputError
 from entp.fields import check_numbers, choice_problems, raise_problems
 from entp.tasks.base import IGNORE, Baseline, Batch, Split, Task
 from entp.tasks.data_files import add_folder, read_lines
-from entp.tasks.metrics import Metric, Predicted, Score, right_answers
+from entp.tasks.metrics import (
+    BITS_PER_BYTE,
+    PERPLEXITY,
+    Metric,
+    Predicted,
+    Score,
+    right_answers,
+)
 from entp.tasks.tokens import find_tokenizer, model_vocab, name_problems
 from entp.tasks.windows import Window, windows
 
@@ -29,8 +36,6 @@ ACCURACY = Metric("accuracy", unit="sequence", bounds=(0.0, 1.0))
 """Items whose likeliest option is the right one."""
 BYTE_ACCURACY = Metric("byte_accuracy", unit="sequence", bounds=(0.0, 1.0))
 """The same by log-likelihood per byte of the continuation, so that length does not count."""
-BITS_PER_BYTE = Metric("bits_per_byte", unit="byte", better="lower", show="bits")
-"""Of the right continuation."""
 NORMALISATION = 1_000_000
 """Stored requests from this number on have no question; they are of use to normalise only."""
 
@@ -155,6 +160,7 @@ class Choices(ZeroShot):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
+        """bits_per_byte is that of the right continuation."""
         return (ACCURACY, BYTE_ACCURACY, BITS_PER_BYTE)
 
     def measure(self, batch: Batch, got: Predicted) -> dict[str, Score | None]:
@@ -269,8 +275,7 @@ class Lambada(ZeroShot):
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """accuracy: every token of the word is the likeliest one; perplexity is per word."""
-        perplexity = Metric("perplexity", unit="sequence", better="lower", show="exp")
-        return (ACCURACY, perplexity, BITS_PER_BYTE)
+        return (ACCURACY, replace(PERPLEXITY, unit="sequence"), BITS_PER_BYTE)
 
     def read_items(self) -> list[Item]:
         return _stored(self.file)

@@ -16,7 +16,7 @@ from entp.errors import InputError
 from entp.fields import check_numbers, choice_problems, raise_problems
 from entp.tasks import regression
 from entp.tasks.base import IGNORE, Baseline, Batch, Split, Task
-from entp.tasks.metrics import LOSS, Metric, Predicted, Score, mean_loss
+from entp.tasks.metrics import LOSS, NOT_NEGATIVE, Metric, Predicted, Score, mean_loss
 
 INCREMENTS = 15
 """Steps of equal size in which the curriculum grows: Garg et al.'s dimensions go from 5 to 20."""
@@ -113,7 +113,9 @@ class InContext(Task):
         and nets, by sparsity for sparse ones, by 1 for trees. Without shift and noise the answer 0
         has an error of 1. The loss is not divided.
         """
-        return Metric("squared_error", better="lower", slices=("examples",)), LOSS
+        slices = ("examples",)
+        error = Metric("squared_error", better="lower", slices=slices, bounds=NOT_NEGATIVE)
+        return error, LOSS
 
     @property
     def variance(self) -> float:

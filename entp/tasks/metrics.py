@@ -11,6 +11,7 @@ Everything is numpy: workers and `--help` start without torch.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -22,6 +23,11 @@ from entp.stats import wilson
 
 if TYPE_CHECKING:
     from entp.tasks.base import Batch
+
+
+LARGEST = sys.float_info.max
+NOT_NEGATIVE = (0.0, math.inf)
+"""Bounds of what has no upper one."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,15 @@ class Metric:
     """exp: exp of the mean, for perplexity. bits: the mean over ln 2, for bits per byte."""
     slices: tuple[str, ...] = ()
     """What it is also measured by, such as "length"."""
-    bounds: tuple[float, float] | None = None
-    """The least and the most that it can be; intervals end there."""
+    bounds: tuple[float, float] | None = field(default=None, compare=False)
+    """The least and the most that it can be, as it is shown; intervals end there. Either may be
+    infinite. A metric is the same with and without them: older records have fewer."""
+
+    def __post_init__(self) -> None:
+        """Records are JSON, which has no infinity: the largest number stands for it."""
+        if self.bounds is not None:
+            least, most = self.bounds
+            object.__setattr__(self, "bounds", (max(least, -LARGEST), min(most, LARGEST)))
 
     def shown(self, mean: float) -> float:
         """The number that people read."""
@@ -56,8 +69,14 @@ EXACT_MATCH = Metric("exact_match", unit="sequence", bounds=(0.0, 1.0))
 """Sequences whose every answer is right."""
 TOKEN_ACCURACY = Metric("token_accuracy", slices=("length",), bounds=(0.0, 1.0))
 """Right answers, also by the number of tokens read."""
-LOSS = Metric("loss", better="lower")
+LOSS = Metric("loss", better="lower", bounds=NOT_NEGATIVE)
 """Nats per target, or squared error."""
+PERPLEXITY = Metric("perplexity", better="lower", show="exp", bounds=(1.0, math.inf))
+"""exp of the mean of the nats."""
+BITS_PER_BYTE = Metric(
+    "bits_per_byte", unit="byte", better="lower", show="bits", bounds=NOT_NEGATIVE
+)
+"""Nats over ln 2 times the bytes of the targets."""
 
 
 class Predicted(NamedTuple):

@@ -31,7 +31,9 @@ from entp.fields import check_numbers, choice_problems, raise_problems
 from entp.files import json_bytes, parse_json
 from entp.tasks.base import IGNORE, Baseline, Batch, Split, Task
 from entp.tasks.metrics import (
+    BITS_PER_BYTE,
     LOSS,
+    PERPLEXITY,
     TOKEN_ACCURACY,
     Metric,
     Predicted,
@@ -167,8 +169,8 @@ class Text(Task):
         """Loss and accuracy also by the tokens read."""
         return (
             replace(LOSS, slices=BY_CONTEXT),
-            Metric("perplexity", better="lower", show="exp"),
-            Metric("bits_per_byte", unit="byte", better="lower", show="bits"),
+            PERPLEXITY,
+            BITS_PER_BYTE,
             replace(TOKEN_ACCURACY, slices=BY_CONTEXT),
         )
 

@@ -74,6 +74,22 @@ def test_sequences_are_inputs_and_values_in_turn(
     assert needs == {"input_dim": dim, "outputs": 1, "context_length": 2 * points}
 
 
+def test_interval_of_errors_is_never_below_zero() -> None:
+    """Of three prompts one is far off."""
+    task = InContext("linear", 2, 4)
+    batch = task.batch(0, "test", 0, 3)
+    answer = batch.targets.astype(float) + 9.0 * (batch.row == 0)
+    got = Predicted(answer, (answer - batch.targets) ** 2)
+    totals = Totals.of(task.metrics, batch, task.measure(batch, got))
+    for low, high in (
+        totals.interval("squared_error") or (-1.0, 0.0),
+        totals.interval("loss") or (-1.0, 0.0),
+        totals.sliced_interval("squared_error", "examples", "2") or (-1.0, 0.0),
+    ):
+        assert low == 0.0
+        assert 0.0 < high < 1000.0
+
+
 @functions
 def test_inputs_are_standard_normal(function: Any) -> None:
     x, _ = whole(InContext(function, points=10).batch(0, "valid", 0, 2_000))

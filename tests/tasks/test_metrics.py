@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from entp.errors import InputError
+from entp.results.schema import MetricSpec
 from entp.stats import wilson
 from entp.tasks.base import IGNORE, Batch, Task
 from entp.tasks.metrics import (
@@ -273,6 +275,32 @@ def test_interval_ends_at_the_bounds() -> None:
     assert low > 0
     assert high > 1
     assert totals.interval("token_accuracy") == (low, 1.0)
+
+
+def test_interval_without_an_upper_bound_ends_at_the_lower_one() -> None:
+    """One sequence is far off: four without error and one of 10 would give 2 less 3.9."""
+    batch = Batch(np.zeros((5, 1)), np.ones((5, 1)))
+    error = Score(np.array([0.0, 0.0, 0.0, 0.0, 10.0]), np.ones(5))
+    for metric in (Metric("error", bounds=(0.0, math.inf)), LOSS):
+        totals = Totals.of((metric,), batch, {metric.name: error})
+        free = Totals.of((replace(metric, bounds=None),), batch, {metric.name: error})
+        low, high = free.interval(metric.name) or (0.0, 0.0)
+        assert low < -1
+        assert totals.interval(metric.name) == (0.0, high)
+        assert high == pytest.approx(5.92)
+
+
+def test_infinite_bounds_survive_a_record() -> None:
+    """Its JSON has no infinity."""
+    adapter = TypeAdapter(MetricSpec)
+    spec = MetricSpec.of(Metric("error", bounds=(-math.inf, math.inf)))
+    assert adapter.validate_json(adapter.dump_json(spec)).bounds == spec.bounds
+    assert spec == MetricSpec.of(Metric("error"))  # as older records have it
+    batch = Batch(np.zeros((2, 1)), np.ones((2, 1)))
+    score = Score(np.array([-5.0, 5.0]), np.ones(2))
+    assert Totals.of((spec,), batch, {"error": score}).interval("error") == pytest.approx(
+        (-9.8, 9.8)
+    )
 
 
 def test_standard_error_is_the_spread_of_repeated_draws() -> None:

@@ -142,7 +142,8 @@ class Text(Task):
         try:
             mine = _manifest(self.corpus)["tokenizer"]
         except InputError:  # not at hand: all that is known is the vocabulary
-            mine = {**its, "vocab": self.vocab} if _model_vocab(other) != self.vocab else its
+            unknown = {"kind": "a tokenizer", "vocab": self.vocab}
+            mine = unknown if _model_vocab(other) != self.vocab else its
         if any(mine.get(key) != its.get(key) for key in ("kind", "vocab", "sha256")):
             raise InputError(
                 f"{other.name} has another tokenizer ({its['kind']} of {its['vocab']} tokens) than "

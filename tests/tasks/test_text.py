@@ -312,6 +312,11 @@ def test_folder_of_a_corpus_is_that_corpus(corpus: Corpus, bpe: Corpus, other: C
         task.with_data(str(bpe.folder))
 
 
+def test_tokenizer_of_an_absent_corpus_is_told_by_its_size(other: Corpus) -> None:
+    with pytest.raises(InputError, match=r"bytes of 257 .* 0123456789abcdef .a tokenizer of 290."):
+        Text("0123456789abcdef", vocab=290).with_data(str(other.folder))
+
+
 def test_folder_of_corpora_has_to_hold_the_tasks_own(corpus: Corpus, other: Corpus) -> None:
     task, above = Text(corpus.hash), other.folder.parent
     with pytest.raises(InputError, match=rf"directly below it \(other\) none is {corpus.hash}"):

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +23,12 @@ import entp
 import entp.hf
 from entp.cli.main import main
 from entp.config import Run
+from entp.config.pretrained import refit
+from entp.errors import InputError
 from entp.hf.beginning import read_pretrained
-from entp.hf.export import export_hf
+from entp.hf.export import export_hf, refuse
 from entp.model.build import build_model
+from entp.tasks.addition import Addition
 from entp.training.checkpoint import load, load_run, save_model
 from entp.training.initialise import load_init
 
@@ -193,3 +197,11 @@ def test_modes_that_huggingface_does_not_compute_are_refused(
     assert "--format entp takes every run." in error
     assert len(error.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_positions_that_transformers_does_not_know_are_refused(tmp_path: Path) -> None:
+    task = Addition(digits=2, positions="abacus")
+    run, _ = begin(folder_of("bert", tmp_path / "w", max_position_embeddings=256, vocab_size=40))
+    run = replace(run, task=task, model=refit(run.model, task.model_needs()))
+    with pytest.raises(InputError, match="gives its tokens positions that generate does not know"):
+        refuse(run, "hf")

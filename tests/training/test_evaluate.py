@@ -240,6 +240,24 @@ def test_generated_tokens_without_a_target_may_be_anything() -> None:
     assert found.value("exact_match") == zeros / 64
 
 
+@pytest.mark.parametrize("most", [1, 50, 10**6])
+def test_batches_generated_together_give_the_same(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of sums, whose prompts have several lengths."""
+    task = Addition(digits=2, train_examples=8)
+    run = Run(task, model_for(task, "small", layers=2, heads=2, width=32), "decoder", batch_size=5)
+    torch.manual_seed(0)
+    model = Transformer(run.model)
+    batches = list(split_batches(task, "train", 4, 5, 0))
+    monkeypatch.setattr(evaluate_module, "default_token_budget", lambda *_: most)
+    groups = list(evaluate_module._generation_groups(task, batches, most))
+    assert len(groups) == {1: 4, 50: 4, 10**6: 1}[most]
+    got = evaluate_generated(model, task, batches, Forward.of(run))
+    want = [evaluate_generated(model, task, [batch], Forward.of(run)) for batch in batches]
+    assert got.to_json() == sum(want[1:], want[0]).to_json()
+
+
 def test_task_without_text_has_nothing_to_generate() -> None:
     task = Match3(length=8, modulus=4)
     run = Run(task, model_for(task, "small", layers=1, heads=1, width=8))

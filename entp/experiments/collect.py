@@ -207,7 +207,7 @@ def read_folder(arm: ArmRun, root: Path) -> RunRecord | None:
         seed=run.seed,
         status=_status(run, evaluations, last),
         best={} if arm.test_on else _best(run, evaluations),
-        test=_own_splits(read_test(folder, run, arm.test_name), arm.splits),
+        test=own_splits(read_test(folder, run, arm.test_name), arm.splits),
         n=evaluations[-1]["n"],
         steps=last["step"],
         sequences=sequences,
@@ -222,7 +222,7 @@ def read_folder(arm: ArmRun, root: Path) -> RunRecord | None:
     )
 
 
-def _own_splits(test: RunTest | None, splits: Sequence[str]) -> RunTest | None:
+def own_splits(test: RunTest | None, splits: Sequence[str]) -> RunTest | None:
     """A test with these further splits alone: another recipe may have asked for more."""
     if test is None:
         return None

@@ -37,6 +37,7 @@ from entp.experiments.collect import (
 from entp.experiments.jobs import expected_seconds, how_many, longest_first
 from entp.experiments.recipe import ArmRun, Recipe, check_recipe
 from entp.experiments.recorder import recording
+from entp.experiments.sibling import read_sibling
 from entp.experiments.testing import (
     batches_of,
     is_complete,
@@ -48,7 +49,7 @@ from entp.experiments.workers import Ending, in_parallel
 from entp.files import lock_folder, write_file
 from entp.report.figures import draw_record
 from entp.results.schema import BaselineRecord, Record, TotalsData
-from entp.results.store import read_record, write_record
+from entp.results.store import better_run, read_record, write_record
 from entp.tasks.base import Split
 from entp.training.checkpoint import newest
 from entp.training.distributed import World, pick_device
@@ -117,7 +118,8 @@ def reproduce(
         limit it goes on from there.
     record: a results file that may hold runs of other machines. Those that are done and tested in
         it are not trained again; what comes out here is added to it, the figure is drawn beside it,
-        and the results are all of it.
+        and the results are all of it. A recipe with the `folder` of another also takes runs that
+        FOLDER.json beside it has, where they have been tested on all that it asks for.
     baselines: after the runs, let the baselines answer test sequences whose answers are not
         recorded yet. They need no GPU, and slow ones take minutes: False leaves them for another
         call.
@@ -130,9 +132,9 @@ def reproduce(
     study = Study(recipe.record(), recipe.runs(), runs / recipe.name, folders, record)
     for folder in (study.root, study.folders):
         folder.mkdir(parents=True, exist_ok=True)
-    kept = study.read_kept(quiet=False)
-    study.keep_what_is_left_out(len(kept))
-    arms = [arm for arm in recipe.runs(only, seed) if study.is_to_do(arm, kept)]
+    study.keep_what_is_left_out(len(study.read_kept(quiet=False)))
+    known = study.read_known(quiet=False)
+    arms = [arm for arm in recipe.runs(only, seed) if study.is_to_do(arm, known)]
     _check_data(recipe, arms)
     _check_weights(recipe, arms, study.folders, init)
     options = {"device": device, "jobs": jobs, "max_minutes": max_minutes}
@@ -248,6 +250,23 @@ class Study:
             return {}
         return match_runs(self._read(self.record), self.arms, self.record, quiet)
 
+    def read_known(self, quiet: bool = True) -> Kept:
+        """The same, and the runs that the recipe with these run folders has in a record beside
+        ours."""
+        kept, recipe = self.read_kept(), self.folders.name
+        if self.record is None or recipe == self.blank.recipe:
+            return kept
+        path = self.record.with_name(f"{recipe}.json")
+        metrics = {metric.name for metric in self.blank.metrics}
+        others = read_sibling(path, recipe, self.arms, metrics, quiet) if path.exists() else {}
+        for arm in self.arms:
+            best = better_run(kept.get(arm.hash), others.get(arm.hash))
+            if best is not None and best is not kept.get(arm.hash):
+                kept[arm.hash] = best
+                if not quiet:
+                    print(f"{arm.name}: as {path} has it", file=sys.stderr)
+        return kept
+
     def _read(self, path: Path) -> Record:
         found = read_record(path)
         if found.recipe != self.blank.recipe:
@@ -307,10 +326,10 @@ class Study:
     def _write(self, places: Sequence[Path], answered: Sequence[BaselineRecord] = ()) -> Record:
         """Another process may have added to the record since it was read."""
         with self.locked():
-            kept, blank = self.read_kept(), self.blank
+            blank = self.blank
             if self.record is not None and self.record.exists():
-                blank = add_metrics(blank, self._read(self.record), kept)
-            found = collect(blank, self.arms, self.folders, kept)
+                blank = add_metrics(blank, self._read(self.record), self.read_kept())
+            found = collect(blank, self.arms, self.folders, self.read_known())
             streams = baseline_streams(self.arms, [*self._known_baselines(), *answered])
             told = [one for _, one in streams.values() if one.totals]
             found = found.model_copy(update={"baselines": told})

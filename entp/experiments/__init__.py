@@ -25,6 +25,7 @@ RECIPES: dict[str, str] = {
     "openwebtext": "entp.experiments.recipes.text:RECIPE",
     "text-targets": "entp.experiments.recipes.text:TARGETS_RECIPE",
     "text-rates": "entp.experiments.recipes.text:RATES_RECIPE",
+    "text-tuned": "entp.experiments.recipes.text:TUNED_RECIPE",
     "text-epochs": "entp.experiments.recipes.text:EPOCHS_RECIPE",
     "text-block": "entp.experiments.recipes.text:BLOCK_RECIPE",
     "clutrr": "entp.experiments.recipes.text_tasks:CLUTRR_RECIPE",

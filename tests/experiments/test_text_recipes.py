@@ -223,3 +223,16 @@ def test_compute_is_compared_in_the_table() -> None:
     for tokens in (text.EQUAL_SECONDS, text.EQUAL_FLOPS):
         (decoder,) = (arm.label for arm in recipe.arms if arm.factors["tokens"] == tokens)
         assert (entp, decoder) in pairs
+
+
+def test_tuned_settings_are_the_best_that_were_recorded() -> None:
+    """By validation loss, as a person would choose who has no test."""
+    path = Path(__file__).parents[2] / "results" / "text-rates.json"
+    if not path.exists():
+        assert set(text.TUNED.values()) == {("adamw", text.LR)}  # the paper's until then
+        return
+    arms = read_record(path).arms.values()
+    for mode, tuned in text.TUNED.items():
+        mine = [arm for arm in arms if arm.factors["mode"] == mode and arm.runs]
+        best = min(mine, key=lambda arm: arm.runs[0].best["loss"])
+        assert tuned == (best.factors["optimizer"], best.factors["rate"])

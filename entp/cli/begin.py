@@ -16,6 +16,7 @@ from entp.config.json import model_from_json, run_from_json
 from entp.config.upgrade import upgrade_config
 from entp.errors import InputError
 from entp.files import parse_json
+from entp.hf import refuse_gguf
 from entp.tasks.base import TASKS, Task
 from entp.tasks.tokens import any_tokenizer_of_run, look_into, tokenizer_of_run
 
@@ -140,6 +141,7 @@ def read_beginning(folder: Path) -> Beginning:
     the run's own task need not be at hand."""
     if not folder.is_dir() and str(folder) in pretrained.names():
         folder = pretrained.HERE / folder
+    refuse_gguf(folder)
     path = folder / "config.json"
     if not path.is_file():
         raise InputError(f"there is no run folder {folder} to begin with: {ACCEPTED}.")

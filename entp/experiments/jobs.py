@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -123,15 +123,37 @@ def _steps_done(arm: ArmRun, root: Path) -> int:
     return 0 if found is None else found.steps
 
 
-def how_many(arms: Sequence[ArmRun], device: torch.device, at_once: bool) -> int:
+def how_many(arms: Sequence[ArmRun], device: torch.device, at_once: bool, gpus: int = 1) -> int:
     """Runs at a time that the device serves best; on a CPU one, which has all its cores.
 
     at_once: whether kernels of different processes run at the same time.
+    gpus: of this kind, which share the cores: runs on all of them.
     """
     if device.type != "cuda":
         return 1
     memory = torch.cuda.get_device_properties(device).total_memory
-    return fitting([arm.run for arm in arms], memory, prefetch.cores(), at_once)
+    runs = [arm.run for arm in arms]
+    return min(len(runs), gpus * fitting(runs, memory, prefetch.cores() // gpus, at_once))
+
+
+def gpus_of(device: str) -> int:
+    """The GPUs that runs may be spread over: all there are, unless one is named."""
+    if device not in ("auto", "cuda") or not torch.cuda.is_available():
+        return 1
+    return torch.cuda.device_count()
+
+
+def spread(
+    gpus: int, environment: Mapping[str, str], visible: str | None
+) -> list[Mapping[str, str]]:
+    """Variables of processes of each GPU, which sees no other.
+
+    visible: CUDA_VISIBLE_DEVICES as it is, or None.
+    """
+    if gpus == 1:
+        return [environment]
+    names = visible.split(",") if visible else [str(number) for number in range(gpus)]
+    return [{**environment, "CUDA_VISIBLE_DEVICES": name.strip()} for name in names[:gpus]]
 
 
 def fitting(runs: Sequence[Run], memory: float, cores: int, at_once: bool) -> int:

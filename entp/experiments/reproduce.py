@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 import sys
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from entp.experiments.collect import (
     read_folder,
     read_test,
 )
-from entp.experiments.jobs import expected_seconds, how_many, longest_first
+from entp.experiments.jobs import expected_seconds, gpus_of, how_many, longest_first, spread
 from entp.experiments.recipe import ArmRun, Recipe, check_recipe
 from entp.experiments.recorder import recording
 from entp.experiments.sibling import read_sibling
@@ -70,13 +71,20 @@ class Resources(NamedTuple):
     study: Study
     device: str
     concurrent: int
-    """Runs at a time, which share the device."""
+    """Runs at a time, over all devices."""
     max_minutes: float | None
     """Most training time of each."""
     environment: Mapping[str, str] | None = None
     """Variables of the processes that carry them out, where there are several."""
     init: Path | None = None
     """The folder of the weights that some begin with."""
+    gpus: int = 1
+    """GPUs that they are spread over."""
+
+    @property
+    def sharing(self) -> int:
+        """Runs at a time on one device."""
+        return -(-self.concurrent // self.gpus)
 
     @property
     def root(self) -> Path:
@@ -142,8 +150,10 @@ def reproduce(
     if stopped:
         return Outcome(**dict(study.write()), stopped_by=stopped)
     found, failed = study.write(), {}
-    with shared_device(arms, device, jobs) as (jobs, shared), recording(study.recorded(arms)):
-        resources = Resources(study, device, jobs, max_minutes, shared.environment, init)
+    gpus, sharing = gpus_of(device), shared_device(arms, device, jobs)
+    with sharing as (jobs, shared), recording(study.recorded(arms)):
+        gpus = min(gpus, jobs)
+        resources = Resources(study, device, jobs, max_minutes, shared.environment, init, gpus)
         if jobs > 1:
             arms = longest_first(arms, study.folders)
         with closing(_run_all(arms, resources)) as endings:
@@ -410,14 +420,15 @@ def shared_device(
     if most <= 1:
         yield 1, Shared()
         return
-    where = pick_device(device, World())
-    if jobs == "auto" and how_many(arms, where, at_once=True) == 1:
+    where, gpus = pick_device(device, World()), gpus_of(device)
+    if jobs == "auto" and how_many(arms, where, at_once=True, gpus=gpus) == 1:
         yield 1, Shared()
         return
     with shared_gpu(str(where)) as shared:
         if shared.told:
             print(shared.told, file=sys.stderr, flush=True)
-        yield (how_many(arms, where, shared.at_once) if jobs == "auto" else most), shared
+        auto = how_many(arms, where, shared.at_once, gpus) if jobs == "auto" else most
+        yield auto, shared
 
 
 def _run_all(arms: list[ArmRun], resources: Resources) -> Endings:
@@ -455,11 +466,14 @@ def _at_once(arms: list[ArmRun], resources: Resources) -> Endings:
     """Several at once, each in a process of its own. A signal stops all; those that train save what
     they have."""
     jobs, start = resources.concurrent, time.monotonic()
-    print(f"{len(arms)} runs, {jobs} at a time", file=sys.stderr, flush=True)
+    where = f" on {resources.gpus} GPUs" if resources.gpus > 1 else ""
+    print(f"{len(arms)} runs, {jobs} at a time{where}", file=sys.stderr, flush=True)
     tasks = [(arm, resources, True) for arm in arms]
     costs = {number: expected_seconds(arm.run) for number, arm in enumerate(arms)}
     ended: list[float] = []
-    with closing(in_parallel(jobs, run_arm, tasks, resources.environment)) as endings:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    sets = spread(resources.gpus, resources.environment or {}, visible)
+    with closing(in_parallel(jobs, run_arm, tasks, sets)) as endings:
         for done, ending in enumerate(endings, 1):
             ended.append(costs.pop(ending.number))
             longer = _mean(list(costs.values())) / _mean(ended)
@@ -499,7 +513,7 @@ def run_arm(arm: ArmRun, resources: Resources, quiet: bool = False) -> int | Non
         result = train(run, folder, device=resources.device, resume=begun, init=init, quiet=quiet)
         if result.stopped_by:
             return result.stopped_by
-        concurrent = _concurrent(folder, arm.run, begun, resources.concurrent)
+        concurrent = _concurrent(folder, arm.run, begun, resources.sharing)
     else:
         concurrent = _concurrent(folder, arm.run, True, None)
     with stopping_at_signals() as signals:

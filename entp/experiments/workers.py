@@ -44,7 +44,7 @@ def in_parallel(
     jobs: int,
     work: Work,
     tasks: Sequence[tuple[Any, ...]],
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
 ) -> Generator[Ending, None, None]:
     """How each of the tasks ended, as they do: work(*task) for all, `jobs` at a time.
 
@@ -52,7 +52,8 @@ def in_parallel(
     begun then. A second SIGINT ends them at once. Whoever stops asking for endings stops those at
     work too.
 
-    environment: variables that the processes have beside those of this one.
+    environment: variables that the processes have beside those of this one; or several such sets,
+        one for each GPU, say, of which as many processes have each.
 
     The cores are divided among them. Torch would start a thread for every core in each process, and
     threads that wait for a core hold up those that work.
@@ -60,12 +61,13 @@ def in_parallel(
     threads = max(1, cores() // jobs)
     todo = iter(enumerate(tasks))
     workers: list[_Worker] = []
+    several = [environment or {}] if not isinstance(environment, Sequence) else list(environment)
 
     def begin(worker: _Worker | None = None) -> Iterator[Ending]:
         """Give a process, or a new one, the next task that can be sent; the endings of others."""
         for number, task in todo:
             if worker is None:
-                worker = _Worker(environment or {}, threads)
+                worker = _Worker(_least_used(several, workers), threads)
                 workers.append(worker)
             error = worker.give(number, work, task)
             if error is None:
@@ -111,10 +113,18 @@ def in_parallel(
                 worker.process.join()
 
 
+def _least_used(
+    several: Sequence[Mapping[str, str]], workers: Sequence[_Worker]
+) -> Mapping[str, str]:
+    """The variables that the fewest of these processes have."""
+    return min(several, key=lambda one: sum(worker.environment is one for worker in workers))
+
+
 class _Worker:
     """A process that does one task after another, and this side of its pipe."""
 
     def __init__(self, environment: Mapping[str, str], threads: int) -> None:
+        self.environment = environment
         context = get_context("spawn")
         self.pipe, there = context.Pipe()
         self.process = context.Process(target=_serve, args=(there, dict(environment), threads))

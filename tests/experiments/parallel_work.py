@@ -91,6 +91,20 @@ def tells_variable(path: Path, name: str) -> int | None:
     return None
 
 
+def meets_and_tells(folder: Path, number: int, count: int) -> int | None:
+    """Done where so many processes are at work at the same time."""
+    (folder / str(number)).write_text(os.environ["ENTP_TEST"])
+    return None if all(see(folder / str(other)) for other in range(count)) else 1
+
+
+def dies_or_tells(folder: Path, number: int) -> int | None:
+    """The first process is killed; the second waits for the one in the first's place."""
+    if number == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    (folder / str(number)).write_text(os.environ["ENTP_TEST"])
+    return None if number != 1 or see(folder / "2") else 1
+
+
 class Odd(Exception):
     """Cannot be made again from what it says."""
 

@@ -26,9 +26,11 @@ from entp.experiments import jobs
 from entp.experiments.jobs import (
     expected_seconds,
     fitting,
+    gpus_of,
     how_many,
     longest_first,
     run_bytes,
+    spread,
     step_of,
 )
 from entp.experiments.recipe import Arm, Recipe
@@ -100,6 +102,16 @@ def test_a_random_prefix_of_icl_shares_a_gpu_as_a_decoder_does() -> None:
     assert seconds[RANDOM_PREFIX] == pytest.approx(seconds["decoder"])
     many = {mode: fitting([run] * 100, H200, 16, True) for mode, run in runs.items()}
     assert many[RANDOM_PREFIX] == many["decoder"] == jobs.AT_ONCE
+
+
+def test_runs_are_spread_over_all_gpus_unless_one_is_named() -> None:
+    mps = {"CUDA_MPS_PIPE_DIRECTORY": "x"}
+    assert spread(1, mps, "3") == [mps]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in spread(3, mps, None)] == ["0", "1", "2"]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in spread(2, {}, "4, 6")] == ["4", "6"]
+    assert all(mps.items() <= one.items() for one in spread(2, mps, None))
+    assert gpus_of("cpu") == gpus_of("cuda:1") == 1
+    assert gpus_of("auto") == max(1, torch.cuda.device_count())
 
 
 def test_task_that_fails_is_its_own_runs_affair() -> None:

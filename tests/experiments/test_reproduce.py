@@ -520,13 +520,13 @@ def test_runs_that_share_a_gpu_do_so_by_a_daemon(
         yield Shared(True, {"A": "b"}, "MPS: yes.")
 
     monkeypatch.setattr(reproducing, "pick_device", lambda *_: torch.device("cuda:0"))
-    monkeypatch.setattr(reproducing, "how_many", lambda arms, device, at_once: len(arms))
+    monkeypatch.setattr(reproducing, "how_many", lambda arms, device, at_once, gpus=1: len(arms))
     monkeypatch.setattr(reproducing, "shared_gpu", shared_gpu)
     with shared_device(arms, "auto", jobs) as (found, shared):
         assert (found, shared.environment) == (expected, {"A": "b"})
     with shared_device(arms[:1], "auto", jobs) as (found, shared):
         assert (found, shared) == (1, Shared())  # one run needs none
-    monkeypatch.setattr(reproducing, "how_many", lambda arms, device, at_once: 1)
+    monkeypatch.setattr(reproducing, "how_many", lambda arms, device, at_once, gpus=1: 1)
     with shared_device(arms, "auto", "auto") as (found, shared):
         assert (found, shared) == (1, Shared())
     assert asked == ["cuda:0"]

@@ -18,9 +18,11 @@ import pytest
 from parallel_work import (
     LIMIT,
     dies,
+    dies_or_tells,
     fails,
     keeps,
     meet,
+    meets_and_tells,
     raises_odd,
     see,
     stop,
@@ -119,6 +121,19 @@ def test_processes_have_the_variables_that_they_are_given(tmp_path: Path) -> Non
     assert ending == Ending(0)
     assert (tmp_path / "a").read_text() == "b"
     assert "ENTP_TEST" not in os.environ
+
+
+def test_processes_are_spread_evenly_over_sets_of_variables(tmp_path: Path) -> None:
+    """Also the one that takes the place of a process that died."""
+    sets = [{"ENTP_TEST": "0"}, {"ENTP_TEST": "1"}]
+    tasks = [(tmp_path, n, 4) for n in range(4)]
+    assert sorted(in_parallel(4, meets_and_tells, tasks, sets)) == [Ending(n) for n in range(4)]
+    assert sorted(path.read_text() for path in tmp_path.iterdir()) == ["0", "0", "1", "1"]
+    again = tmp_path / "again"
+    again.mkdir()
+    endings = list(in_parallel(2, dies_or_tells, [(again, n) for n in range(4)], sets))
+    assert sorted(ending.number for ending in endings if ending.error is not None) == [0]
+    assert {path.read_text() for path in again.iterdir()} == {"0", "1"}
 
 
 def test_what_cannot_be_sent_is_an_ending_too(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from entp.experiments.recipe import Arm, Check, Figure, Table
-from entp.experiments.recipes.icl import BOTH, ERROR, icl_run
+from entp.experiments.recipes.icl import BOTH, ERROR, FAST, icl_run
 from entp.experiments.recipes.icl import RECIPE as CLASSES
 
 DEPTHS = (1, 2, 3, 6, 12)
@@ -62,5 +62,6 @@ RECIPE = replace(
         for layers in (3, 6)
     ),
     folder="icl",
+    baselines=FAST,
     not_run={},
 )

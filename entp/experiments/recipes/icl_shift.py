@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from entp.experiments.recipe import Arm, Check, Figure, Table
-from entp.experiments.recipes.icl import BOTH, ERROR, RANDOM_PREFIX, SEEDS, icl_run
+from entp.experiments.recipes.icl import BOTH, ERROR, FAST, RANDOM_PREFIX, SEEDS, icl_run
 from entp.experiments.recipes.icl import RECIPE as CLASSES
 from entp.results.schema import PERMUTED, SPLIT
 from entp.tasks.in_context import SHIFTS
@@ -57,7 +57,7 @@ RECIPE = replace(
     ),
     test_splits=SHIFTS,
     test_orders=ORDERS,
-    baselines=("least squares", "3 nearest neighbours", "averaging", "zero"),
+    baselines=FAST,
     folder="icl",
     not_run={},
 )

@@ -20,9 +20,9 @@ class Cancels(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
-        shift = 3e4 + torch.linspace(0.1, 1.7, len(x.flatten()), dtype=x.dtype).view_as(x)
+        scale = torch.linspace(0.7, 1.3, len(x.flatten()), dtype=x.dtype).view_as(x)
         wrong = 0.1 * x.mean(0, keepdim=True) if self.broken else 0.0  # other rows matter
-        return (x + shift) - shift + wrong
+        return ((x * scale + 3e4) - 3e4) / scale + wrong
 
 
 def model_of(broken: bool) -> entp.Transformer:

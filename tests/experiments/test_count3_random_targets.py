@@ -32,21 +32,24 @@ def test_random_targets_keep_the_tuned_settings() -> None:
     run, tuned = (ARMS[f"ENTP medium, {name}"].run for name in ("random targets", "tuned"))
     assert run.random_targets is not None
     assert (run.mode, run.batch_size, run.random_targets.count) == ("entp", 256, 12)
-    assert replace(run.optim, decay_steps=tuned.steps) == tuned.optim
-    assert (run.optim.decay_by, run.optim.decay_steps) == ("steps", run.steps)
+    by_steps = {"decay_steps": tuned.steps, "decay_by": "steps"}
+    assert replace(run.optim, **by_steps) == replace(tuned.optim, **by_steps)
+    assert run.optim.decay_by == "seconds"
     assert (run.task, run.model, run.ema) == (tuned.task, tuned.model, tuned.ema)
     assert run.importance is run.batch_schedule is run.curriculum is None
     assert (run.train.stop_at, run.train.eval_batches * run.batch_size) == (0.98, 1024)
 
 
 def test_random_targets_fit_into_their_time() -> None:
-    """All steps, and hardly any more, at the FLOP/s of tuned ENTP's first steps."""
+    """About 80,000 steps at the FLOP/s of tuned ENTP's first ones: the clock ends the run, and the
+    learning rate follows it."""
     run, tuned = (ARMS[f"ENTP medium, {name}"].run for name in ("random targets", "tuned"))
     tuned = replace(tuned, importance=None)  # pays late only
     cost = step_flops(run) / step_flops(tuned)
     assert cost == pytest.approx(1.006, abs=0.001)
-    assert 0.95 < run.steps * TUNED_STEP * cost / RANDOM_SECONDS < 1
-    assert run.train.max_seconds == RANDOM_SECONDS == 28 * 60
+    assert RANDOM_SECONDS / (TUNED_STEP * cost) == pytest.approx(80_000, rel=0.01)
+    assert run.steps > 100_000
+    assert run.train.max_seconds == RANDOM_SECONDS < 28 * 60
 
 
 def test_decoder_at_half_the_learning_rate_reads_the_same_data() -> None:

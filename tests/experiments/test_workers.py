@@ -146,10 +146,11 @@ def test_what_cannot_be_sent_is_an_ending_too(tmp_path: Path) -> None:
 
 def test_whoever_asks_no_more_stops_those_at_work(tmp_path: Path) -> None:
     tasks = [(tmp_path, n) for n in (0, 1)]
+    before = {child.pid for child in active_children()}  # other tests' baselines keep some
     endings = in_parallel(2, until_stopped_or_first, tasks)
     assert next(endings) == Ending(0)
     endings.close()
-    assert active_children() == []
+    assert {child.pid for child in active_children()} <= before
     assert (tmp_path / "1.saved").exists()
 
 

@@ -16,6 +16,7 @@ from small_records import small_recipe
 from entp.config import ModelConfig, RandomTargetsConfig, Run
 from entp.errors import InputError
 from entp.experiments import reproduce as reproducing
+from entp.experiments import study as study_module
 from entp.experiments.orders import variance_over_orders
 from entp.experiments.recipe import Arm, Check, Figure, Recipe, Table, check_recipe, find_recipe
 from entp.experiments.recipes.icl import (
@@ -47,7 +48,7 @@ CHEAP = {"least squares", "3 nearest neighbours", "averaging", "zero"}
 def _quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures have tests of their own, and take a second each."""
     monkeypatch.setattr(
-        reproducing, "draw_record", lambda _, path: path.write_bytes(b"a small figure") > 0
+        study_module, "draw_record", lambda _, path: path.write_bytes(b"a small figure") > 0
     )
 
 
@@ -55,7 +56,7 @@ def _quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run folders that training was called in, and baselines that answered, as it goes on."""
     names: list[str] = []
-    train, answer = reproducing.train, reproducing.evaluate_baseline
+    train, answer = reproducing.train, study_module.evaluate_baseline
 
     def noted_train(run: Run, out: Path, **options: Any) -> Any:
         names.append(out.name)
@@ -66,7 +67,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return answer(task, name, batches)
 
     monkeypatch.setattr(reproducing, "train", noted_train)
-    monkeypatch.setattr(reproducing, "evaluate_baseline", noted_answer)
+    monkeypatch.setattr(study_module, "evaluate_baseline", noted_answer)
     return names
 
 

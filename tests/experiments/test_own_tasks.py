@@ -378,9 +378,9 @@ def trained_apart(task: Task, lr: float, folder: Path) -> tuple[Outcome, list[di
 def test_lower_is_better_decides_the_best_checkpoint(
     name: str, lr: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from entp.experiments import reproduce as reproducing
+    from entp.experiments import study as study_module
 
-    monkeypatch.setattr(reproducing, "draw_record", lambda *_: False)
+    monkeypatch.setattr(study_module, "draw_record", lambda *_: False)
     found, rows = trained_apart(TASKS[name][0], lr, tmp_path)
     metric = found.metrics[0].name
     values = [row[metric] for row in rows]

@@ -17,7 +17,7 @@ from noted_study import DamagedStudy, NotedStudy
 from small_runs import environment
 
 from entp.experiments import recorder
-from entp.experiments import reproduce as reproducing
+from entp.experiments import study as study_module
 from entp.experiments.recorder import recording
 from entp.results.schema import Record, RunRecord
 from entp.results.store import read_record
@@ -31,7 +31,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     """And without figures, which have tests of their own."""
     monkeypatch.setattr(recorder, "FIRST", QUICK[0])
     monkeypatch.setattr(recorder, "EVERY", QUICK[1])
-    monkeypatch.setattr(reproducing, "draw_record", lambda *_: False)
+    monkeypatch.setattr(study_module, "draw_record", lambda *_: False)
 
 
 def until(true: Callable[[], bool]) -> bool:

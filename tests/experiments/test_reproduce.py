@@ -26,6 +26,7 @@ from entp.config import OptimConfig
 from entp.errors import DeviceFailed, InputError, TrainingStopped
 from entp.experiments import RECIPES
 from entp.experiments import reproduce as reproducing
+from entp.experiments import study as study_module
 from entp.experiments.collect import find_folder, read_test
 from entp.experiments.recipe import Arm, Recipe, find_recipe
 from entp.experiments.reproduce import Outcome, reproduce, shared_device, time_left
@@ -58,7 +59,7 @@ def run_once(recipe: Recipe, runs: Path, **options: Any) -> Outcome:
 def _quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures have tests of their own, and take a second each."""
     monkeypatch.setattr(
-        reproducing, "draw_record", lambda _, path: path.write_bytes(b"a small figure") > 0
+        study_module, "draw_record", lambda _, path: path.write_bytes(b"a small figure") > 0
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 from small_records import small_recipe
 
 from entp.experiments import reproduce as reproducing
+from entp.experiments import study as study_module
 from entp.experiments.recipe import Arm, Recipe
 from entp.experiments.reproduce import Outcome, reproduce
 from entp.results.schema import RunRecord
@@ -44,7 +45,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         return really(run, out, **options)
 
     monkeypatch.setattr(reproducing, "train", noted)
-    monkeypatch.setattr(reproducing, "draw_record", lambda *_: False)
+    monkeypatch.setattr(study_module, "draw_record", lambda *_: False)
     return found
 
 

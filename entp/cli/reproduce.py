@@ -76,8 +76,8 @@ class ReproduceOptions(SharedOptions):
 
 @dataclass(frozen=True)
 class SeveralOptions(SharedOptions):
-    """Carry several recipes out, one after the other, and print how far each is. What cannot begin
-    or fails does not stop the others. Run again to continue."""
+    """Carry several recipes out, and print how far each is: one after the other, or with --jobs as
+    one queue. What cannot begin or fails does not stop the others. Run again to continue."""
 
     init: tuple[str, ...] = ()
     """RECIPE=FOLDER of the pretrained weights that arms of a recipe begin with."""
@@ -119,6 +119,7 @@ def _several(names: list[str], words: list[str]) -> int:
     """Several recipes, and how far they are at the end."""
     options = parse(SeveralOptions, words, "entp reproduce RECIPE ...")
     from entp.experiments.recipe import find_recipe
+    from entp.experiments.reproduce import Chosen
     from entp.experiments.whole import (
         STATE_HEAD,
         parse_inits,
@@ -131,6 +132,13 @@ def _several(names: list[str], words: list[str]) -> int:
     for name in names:
         find_recipe(name)
     inits = parse_inits(options.init, names)
+    chosen = Chosen(
+        options.device,
+        seed=options.seed,
+        jobs=options.jobs,
+        max_minutes=options.max_minutes,
+        baselines=options.baselines,
+    )
     ended = None
     if not options.tiny:
         options.records.mkdir(parents=True, exist_ok=True)
@@ -139,14 +147,10 @@ def _several(names: list[str], words: list[str]) -> int:
             names,
             options.out,
             options.records,
+            chosen,
             tiny=options.tiny,
             data=options.data,
             inits=inits,
-            device=options.device,
-            seed=options.seed,
-            jobs=options.jobs,
-            max_minutes=options.max_minutes,
-            baselines=options.baselines,
         )
     if not options.tiny:
         print(f"\n{format_table(STATE_HEAD, state_rows(names, options.records))}")

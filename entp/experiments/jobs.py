@@ -109,18 +109,13 @@ def expected_seconds(run: Run, done: int = 0) -> float:
     return min(seconds, run.train.max_seconds or math.inf)
 
 
-def longest_first(arms: Sequence[ArmRun], root: Path) -> list[ArmRun]:
-    """The runs in the order in which they begin, so that none is left for the end which is longer
-    than the others; equal ones as in the recipe."""
-    return sorted(arms, key=lambda arm: -expected_seconds(arm.run, _steps_done(arm, root)))
-
-
-def _steps_done(arm: ArmRun, root: Path) -> int:
+def seconds_left(arm: ArmRun, root: Path) -> float:
+    """About how long a run still takes on a GPU, by what its folder has."""
     try:
         found = read_folder(arm, root)
     except InputError:  # a damaged folder: whoever trains it says so
-        return 0
-    return 0 if found is None else found.steps
+        found = None
+    return expected_seconds(arm.run, 0 if found is None else found.steps)
 
 
 def how_many(arms: Sequence[ArmRun], device: torch.device, at_once: bool, gpus: int = 1) -> int:

@@ -10,70 +10,25 @@ runs/count3/
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import os
-import sys
-import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from entp.config import PretrainedConfig, Run
-from entp.errors import DeviceFailed, InputError, TrainingStopped, one_of
-from entp.experiments.collect import (
-    find_folder,
-    read_folder,
-    read_test,
-)
-from entp.experiments.jobs import expected_seconds, gpus_of, how_many, longest_first, spread
+from entp.errors import InputError, TrainingStopped, one_of
+from entp.experiments.collect import find_folder
+from entp.experiments.jobs import gpus_of
 from entp.experiments.recipe import ArmRun, Recipe, check_recipe
 from entp.experiments.recorder import recording
+from entp.experiments.running import Item, Resources, run_all, shared_device
 from entp.experiments.study import RESULTS, Study
-from entp.experiments.testing import (
-    is_measured,
-    measure_best,
-    stopping_at_signals,
-)
-from entp.experiments.workers import Ending, in_parallel
 from entp.results.schema import Record
 from entp.training.checkpoint import newest
-from entp.training.distributed import World, pick_device
-from entp.training.initialise import Init, read_init
-from entp.training.mps import Shared, shared_gpu
-from entp.training.trainer import train
 
 MOST_MINUTES = 1e9
-
-
-class Resources(NamedTuple):
-    """What runs are carried out with."""
-
-    study: Study
-    device: str
-    concurrent: int
-    """Runs at a time, over all devices."""
-    max_minutes: float | None
-    """Most training time of each."""
-    environment: Mapping[str, str] | None = None
-    """Variables of the processes that carry them out, where there are several."""
-    init: Path | None = None
-    """The folder of the weights that some begin with."""
-    gpus: int = 1
-    """GPUs that they are spread over."""
-
-    @property
-    def sharing(self) -> int:
-        """Runs at a time on one device."""
-        return -(-self.concurrent // self.gpus)
-
-    @property
-    def root(self) -> Path:
-        """The folder of the recipe's run folders."""
-        return self.study.folders
 
 
 class Outcome(Record):
@@ -117,41 +72,98 @@ def reproduce(
         call.
     init: a folder in HuggingFace's format, for arms of a pretrained model.
     """
+    chosen = Chosen(device, only, seed, jobs, max_minutes, baselines)
+    part = plan(recipe, runs, chosen, record=record, init=init)
+    stopped = carry_out([part], runs, chosen)
+    return finish(part, chosen, stopped)
+
+
+class Chosen(NamedTuple):
+    """What somebody chose for all recipes of a call; see `reproduce`."""
+
+    device: str = "auto"
+    only: Sequence[str] = ()
+    seed: int | None = None
+    jobs: int | Literal["auto"] = 1
+    max_minutes: float | None = None
+    baselines: bool = True
+
+
+@dataclass
+class Part:
+    """A recipe of a call: its results, and those of its runs that are to be carried out."""
+
+    recipe: Recipe
+    study: Study
+    arms: list[ArmRun]
+    init: Path | None = None
+    failed: dict[str, Exception] = field(default_factory=dict)
+
+    @property
+    def items(self) -> list[Item]:
+        return [Item(arm, self.study, self.init) for arm in self.arms]
+
+
+def plan(
+    recipe: Recipe,
+    runs: Path,
+    chosen: Chosen,
+    *,
+    record: Path | None = None,
+    init: Path | None = None,
+) -> Part:
+    """A recipe ready to be carried out; an InputError if it cannot begin."""
     recipe = recipe if init is None else recipe.with_init(init)
     check_recipe(recipe)
-    _check(recipe, only, seed, jobs, max_minutes)
+    _check(recipe, chosen)
     folders = runs / (recipe.folder or recipe.name)
     study = Study(recipe.record(), recipe.runs(), runs / recipe.name, folders, record)
     for folder in (study.root, study.folders):
         folder.mkdir(parents=True, exist_ok=True)
     study.keep_what_is_left_out(len(study.read_kept(quiet=False)))
     known = study.read_known(quiet=False)
-    arms = [arm for arm in recipe.runs(only, seed) if study.is_to_do(arm, known)]
+    arms = [arm for arm in recipe.runs(chosen.only, chosen.seed) if study.is_to_do(arm, known)]
     _check_data(recipe, arms)
     _check_weights(recipe, arms, study.folders, init)
-    options = {"device": device, "jobs": jobs, "max_minutes": max_minutes}
-    stopped = _train_sources(recipe.source, arms, runs, **options)
-    if stopped:
-        return Outcome(**dict(study.write()), stopped_by=stopped)
-    found, failed = study.write(), {}
-    gpus, sharing = gpus_of(device), shared_device(arms, device, jobs)
-    with sharing as (jobs, shared), recording(study.recorded(arms)):
-        gpus = min(gpus, jobs)
-        resources = Resources(study, device, jobs, max_minutes, shared.environment, init, gpus)
-        if jobs > 1:
-            arms = longest_first(arms, study.folders)
-        with closing(_run_all(arms, resources)) as endings:
-            for ending in endings:
-                found = study.write()  # what is done is not lost with what is not
-                stopped = ending.stopped_by
-                if ending.error is not None and not stopped:
-                    failed[arms[ending.number].name] = ending.error
-    if stopped:
-        found = study.write()  # those beside it have saved since
-    elif baselines:
-        found = study.add_baselines(found, only)
-    study.draw(found)
-    _raise_failed(failed, len(arms), study.root / RESULTS)
+    return Part(recipe, study, arms, init)
+
+
+def carry_out(parts: Sequence[Part], runs: Path, chosen: Chosen) -> int | None:
+    """Train and test the runs of these recipes, as one queue, and record each as it ends. Returns
+    the signal that stopped them, if one did. What failed is in `failed` of its part."""
+    for part in parts:
+        stopped = _train_sources(part, runs, chosen)
+        if stopped:
+            return stopped
+    items = [item for part in parts for item in part.items]
+    sharing = shared_device([item.arm for item in items], chosen.device, chosen.jobs)
+    stopped = None
+    with ExitStack() as stack:
+        jobs, shared = stack.enter_context(sharing)
+        for part in parts:
+            part.study.write()
+            stack.enter_context(recording(part.study.recorded(part.arms)))
+        gpus = min(gpus_of(chosen.device), jobs)
+        environment = shared.environment
+        resources = Resources(chosen.device, jobs, chosen.max_minutes, environment, gpus)
+        endings = stack.enter_context(closing(run_all(items, resources)))
+        for item, ending in endings:
+            item.study.write()  # what is done is not lost with what is not
+            stopped = ending.stopped_by
+            if ending.error is not None and not stopped:
+                part = next(part for part in parts if part.study is item.study)
+                part.failed[item.arm.name] = ending.error
+    return stopped
+
+
+def finish(part: Part, chosen: Chosen, stopped: int | None) -> Outcome:
+    """The results of a recipe that was carried out, with baselines and figure; an error if runs
+    failed."""
+    found = part.study.write()  # those beside one that was stopped have saved since
+    if chosen.baselines and not stopped:
+        found = part.study.add_baselines(found, chosen.only)
+    part.study.draw(found)
+    _raise_failed(part.failed, len(part.arms), part.study.root / RESULTS)
     return Outcome(**dict(found), stopped_by=stopped)
 
 
@@ -180,31 +192,26 @@ def _check_weights(
             )
 
 
-def _train_sources(
-    source: Recipe | None, arms: Sequence[ArmRun], runs: Path, **options: Any
-) -> int | None:
+def _train_sources(part: Part, runs: Path, chosen: Chosen) -> int | None:
     """Train what these runs begin with, as runs of the recipe that has them. Returns the signal
     that stopped it, if one did."""
+    source = part.recipe.source
     if source is None:
         return None
     needed: dict[int, list[str]] = {}
-    for one in (arm.source for arm in arms if arm.source is not None):
+    for one in (arm.source for arm in part.arms if arm.source is not None):
         labels = needed.setdefault(one.run.seed, [])
         labels += [one.label] if one.label not in labels else []
     for seed, labels in needed.items():
-        found = reproduce(source, runs, only=labels, seed=seed, baselines=False, **options)
+        options = chosen._replace(only=labels, seed=seed, baselines=False)
+        found = reproduce(source, runs, **options._asdict())
         if found.stopped_by:
             return found.stopped_by
     return None
 
 
-def _check(
-    recipe: Recipe,
-    only: Sequence[str],
-    seed: int | None,
-    jobs: int | Literal["auto"],
-    max_minutes: float | None,
-) -> None:
+def _check(recipe: Recipe, chosen: Chosen) -> None:
+    only, seed, jobs, max_minutes = chosen.only, chosen.seed, chosen.jobs, chosen.max_minutes
     labels = [arm.label for arm in recipe.arms]
     for label in only:
         if label not in labels:
@@ -231,155 +238,3 @@ def _raise_failed(failed: dict[str, Exception], arms: int, results: Path) -> Non
     raise (kind or TrainingStopped)(
         f"{len(failed)} of {arms} runs failed. {told}. The others are in {results}."
     )
-
-
-Endings = Generator[Ending, None, None]
-"""How each arm ended, as they do; closing it stops those that run."""
-
-
-@contextmanager
-def shared_device(
-    arms: Sequence[ArmRun], device: str, jobs: int | Literal["auto"]
-) -> Iterator[tuple[int, Shared]]:
-    """How many of the arms are carried out at a time, and how these share the device meanwhile."""
-    most = len(arms) if jobs == "auto" else min(jobs, len(arms))
-    if most <= 1:
-        yield 1, Shared()
-        return
-    where, gpus = pick_device(device, World()), gpus_of(device)
-    if jobs == "auto" and how_many(arms, where, at_once=True, gpus=gpus) == 1:
-        yield 1, Shared()
-        return
-    with shared_gpu(str(where)) as shared:
-        if shared.told:
-            print(shared.told, file=sys.stderr, flush=True)
-        auto = how_many(arms, where, shared.at_once, gpus) if jobs == "auto" else most
-        yield auto, shared
-
-
-def _run_all(arms: list[ArmRun], resources: Resources) -> Endings:
-    """A GPU that fails ends them all."""
-    each = _one_by_one if resources.concurrent == 1 else _at_once
-    with closing(each(arms, resources)) as endings:
-        for ending in endings:
-            name = arms[ending.number].name
-            if isinstance(ending.error, DeviceFailed):
-                raise ending.error
-            if ending.error is not None:
-                print(f"{name} failed: {ending.error}", file=sys.stderr, flush=True)
-            yield ending
-
-
-def _one_by_one(arms: list[ArmRun], resources: Resources) -> Endings:
-    start = time.monotonic()
-    for number, arm in enumerate(arms):
-        left = time_left(time.monotonic() - start, number, len(arms))
-        print(f"[{number + 1}/{len(arms)}] {arm.name}{left}", file=sys.stderr, flush=True)
-        ending = _try_arm(number, arm, resources)
-        yield ending
-        if ending.stopped_by:
-            return
-
-
-def _try_arm(number: int, arm: ArmRun, resources: Resources) -> Ending:
-    try:
-        return Ending(number, run_arm(arm, resources))
-    except Exception as error:
-        return Ending(number, error=error)
-
-
-def _at_once(arms: list[ArmRun], resources: Resources) -> Endings:
-    """Several at once, each in a process of its own. A signal stops all; those that train save what
-    they have."""
-    jobs, start = resources.concurrent, time.monotonic()
-    where = f" on {resources.gpus} GPUs" if resources.gpus > 1 else ""
-    print(f"{len(arms)} runs, {jobs} at a time{where}", file=sys.stderr, flush=True)
-    tasks = [(arm, resources, True) for arm in arms]
-    costs = {number: expected_seconds(arm.run) for number, arm in enumerate(arms)}
-    ended: list[float] = []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    sets = spread(resources.gpus, resources.environment or {}, visible)
-    with closing(in_parallel(jobs, run_arm, tasks, sets)) as endings:
-        for done, ending in enumerate(endings, 1):
-            ended.append(costs.pop(ending.number))
-            longer = _mean(list(costs.values())) / _mean(ended)
-            left = time_left(time.monotonic() - start, done, len(arms), jobs, longer)
-            state = "done" + left
-            if ending.stopped_by:
-                state = "stopped"
-            elif ending.error is not None:
-                state = "failed"
-            name = arms[ending.number].name
-            print(f"[{done}/{len(arms)}] {name}: {state}", file=sys.stderr, flush=True)
-            yield ending
-
-
-def _mean(numbers: list[float]) -> float:
-    return sum(numbers) / max(1, len(numbers))
-
-
-def time_left(seconds: float, done: int, runs: int, jobs: int = 1, longer: float = 1.0) -> str:
-    """A word on how long the other runs will take, where they come in rounds that take as long as
-    those before, or so many times as long."""
-    if not 0 < done < runs:
-        return ""
-    left = longer * seconds / math.ceil(done / jobs) * math.ceil((runs - done) / jobs)
-    return f", about {left:.0f} s left" if left < 100 else f", about {left / 60:.0f} min left"
-
-
-def run_arm(arm: ArmRun, resources: Resources, quiet: bool = False) -> int | None:
-    """Train one run, or what is left of it, and test its best checkpoint. Returns the signal that
-    stopped it, if one did. What is trained is recorded before it is tested."""
-    folder = find_folder(arm, resources.root)
-    before = read_folder(arm, resources.root)
-    if before is None or not before.done:
-        run = _limited(arm.run, resources.max_minutes)
-        begun = (folder / "config.json").exists()
-        init = _beginning(arm, resources)
-        result = train(run, folder, device=resources.device, resume=begun, init=init, quiet=quiet)
-        if result.stopped_by:
-            return result.stopped_by
-        concurrent = _concurrent(folder, arm.run, begun, resources.sharing)
-    else:
-        concurrent = _concurrent(folder, arm.run, True, None)
-    with stopping_at_signals() as signals:
-        if not is_measured(arm, folder):
-            resources.study.write_so_far()
-            measure_best(arm, folder, pick_device(resources.device, World()), concurrent)
-    return signals.caught
-
-
-def _beginning(arm: ArmRun, resources: Resources) -> Init | None:
-    """The best weights of the run that an arm begins with, or those of HuggingFace's."""
-    root, model = resources.root, arm.run.model
-    if arm.needs_weights and resources.init is not None and isinstance(model, PretrainedConfig):
-        from entp.hf.beginning import like, read_pretrained
-
-        return read_pretrained(resources.init, arm.run.task, **like(model))
-    if arm.source is None:
-        return None
-    found = read_folder(arm.source, root.parent / arm.source_folder)
-    if found is None or not found.done:
-        raise InputError(
-            f"{arm.name} begins with {arm.source.name} of {arm.source_folder}, which is not "
-            "finished: train that first."
-        )
-    return read_init(find_folder(arm.source, root.parent / arm.source_folder))
-
-
-def _limited(run: Run, max_minutes: float | None) -> Run:
-    """The run with at most so many minutes, unless its schedule follows the clock anyway."""
-    if max_minutes is None or run.optim.decay_by == "seconds":
-        return run
-    seconds = min(60 * max_minutes, run.train.max_seconds or math.inf)
-    return dataclasses.replace(run, train=dataclasses.replace(run.train, max_seconds=seconds))
-
-
-def _concurrent(folder: Path, run: Run, begun: bool, now: int | None) -> int | None:
-    """Runs that shared the device all along; None where that is not known or changed."""
-    if not begun:
-        return now
-    before = read_test(folder, run)
-    if before is None or now not in (None, before.concurrent_runs):
-        return None
-    return before.concurrent_runs

@@ -1,7 +1,8 @@
 """Everything in the paper as one command, and how far it is.
 
-`entp reproduce all` carries the recipes of the paper's figures and tables out, one after the other;
-`entp reproduce` without a name shows what is recorded, what is left, and the verdicts.
+`entp reproduce all` carries the recipes of the paper's figures and tables out, one after the other
+or as one queue; `entp reproduce` without a name shows what is recorded, what is left, and the
+verdicts.
 """
 
 from __future__ import annotations
@@ -14,14 +15,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 from entp.errors import InputError, TrainingStopped
 from entp.experiments import RECIPES
 from entp.experiments.collect import match_runs
 from entp.experiments.jobs import expected_seconds
 from entp.experiments.recipe import ArmRun, Recipe, find_recipe
-from entp.experiments.reproduce import MOST_MINUTES, Outcome, reproduce
+from entp.experiments.reproduce import (
+    MOST_MINUTES,
+    Chosen,
+    Outcome,
+    Part,
+    carry_out,
+    finish,
+    plan,
+)
 from entp.results.schema import Record, RunRecord
 from entp.results.store import read_record
 
@@ -123,38 +132,79 @@ def reproduce_all(
     names: Sequence[str],
     runs: Path,
     records: Path | None,
+    chosen: Chosen,
     *,
     tiny: bool = False,
     data: str | None = None,
     inits: Mapping[str, Path] | None = None,
-    **options: Any,
 ) -> Ended:
-    """Carry recipes out, one after the other; what cannot begin or fails does not stop the others.
+    """Carry recipes out; what cannot begin or fails does not stop the others. One after the other,
+    or, where several runs are wanted at a time, as one queue, so that no GPU is left to the last
+    run of each.
 
     records: the folder of their records, RECIPE.json; tiny runs have none. inits: folders of
-        pretrained weights by recipe. options: of `reproduce`.
+        pretrained weights by recipe.
     """
     ended = Ended({}, {}, {}, None)
-    for number, name in enumerate(names, start=1):
-        recipe = find_recipe(name).tiny() if tiny else find_recipe(name)
-        print(f"\n[{number}/{len(names)}] {recipe.name}: {recipe.title}", flush=True)
-        if data is not None and any(arm.run.task.takes_data for arm in recipe.arms):
-            recipe = recipe.with_data(data)
-        record = None if records is None or tiny else records / f"{name}.json"
-        init = (inits or {}).get(name)
+    recipes = [find_recipe(name).tiny() if tiny else find_recipe(name) for name in names]
+    for wave in waves(recipes, chosen.jobs):
+        parts: dict[str, Part] = {}
+        for number in wave:
+            name, recipe = names[number], recipes[number]
+            print(f"\n[{number + 1}/{len(names)}] {recipe.name}: {recipe.title}", flush=True)
+            if data is not None and any(arm.run.task.takes_data for arm in recipe.arms):
+                recipe = recipe.with_data(data)
+            record = None if records is None or tiny else records / f"{name}.json"
+            try:
+                init = (inits or {}).get(name)
+                parts[name] = plan(recipe, runs, chosen, record=record, init=init)
+            except InputError as error:
+                ended.skipped[name] = str(error)
+                print(f"skipped: {error}", file=sys.stderr, flush=True)
+        stopped = _carry_out(parts, runs, chosen, ended)
+        if stopped:
+            return ended._replace(stopped_by=stopped)
+    return ended
+
+
+def _carry_out(parts: Mapping[str, Part], runs: Path, chosen: Chosen, ended: Ended) -> int | None:
+    """Carry the recipes of a wave out, and note how each ended. Returns the signal that stopped
+    them, if one did."""
+    try:
+        stopped = carry_out(list(parts.values()), runs, chosen) if parts else None
+    except TrainingStopped as error:  # the GPU failed, or what they begin with
+        ended.failed.update(dict.fromkeys(parts, str(error)))
+        return None
+    except InputError as error:
+        ended.skipped.update(dict.fromkeys(parts, str(error)))
+        print(f"skipped: {error}", file=sys.stderr, flush=True)
+        return None
+    for name, part in parts.items():
         try:
-            found = reproduce(recipe, runs, record=record, init=init, **options)
+            ended.done[name] = finish(part, chosen, stopped)
         except TrainingStopped as error:
             ended.failed[name] = str(error)
-            continue
         except InputError as error:
             ended.skipped[name] = str(error)
             print(f"skipped: {error}", file=sys.stderr, flush=True)
-            continue
-        ended.done[name] = found
-        if found.stopped_by:
-            return ended._replace(stopped_by=found.stopped_by)
-    return ended
+    return stopped
+
+
+def waves(recipes: Sequence[Recipe], jobs: int | Literal["auto"]) -> list[list[int]]:
+    """Which recipes are carried out together: each alone where runs are, else as many as do without
+    the runs of another."""
+    found: list[list[int]] = []
+    for number, recipe in enumerate(recipes):
+        wave = found[-1] if found else []
+        together = {recipes[other].folder or recipes[other].name for other in wave}
+        needs = {recipe.folder or recipe.name}
+        if recipe.source is not None:
+            needs.add(recipe.source.folder or recipe.source.name)
+        if jobs == 1 or not found or needs & together:
+            found.append([number])
+        else:
+            wave.append(number)
+    return found
 
 
 def names_of(words: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ from small_records import small_recipe
 
 from entp.config import ModelConfig, RandomTargetsConfig, Run
 from entp.errors import InputError
-from entp.experiments import reproduce as reproducing
+from entp.experiments import running
 from entp.experiments import study as study_module
 from entp.experiments.orders import variance_over_orders
 from entp.experiments.recipe import Arm, Check, Figure, Recipe, Table, check_recipe, find_recipe
@@ -56,7 +56,7 @@ def _quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run folders that training was called in, and baselines that answered, as it goes on."""
     names: list[str] = []
-    train, answer = reproducing.train, study_module.evaluate_baseline
+    train, answer = running.train, study_module.evaluate_baseline
 
     def noted_train(run: Run, out: Path, **options: Any) -> Any:
         names.append(out.name)
@@ -66,7 +66,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(name)
         return answer(task, name, batches)
 
-    monkeypatch.setattr(reproducing, "train", noted_train)
+    monkeypatch.setattr(running, "train", noted_train)
     monkeypatch.setattr(study_module, "evaluate_baseline", noted_answer)
     return names
 

@@ -28,8 +28,8 @@ from entp.experiments.jobs import (
     fitting,
     gpus_of,
     how_many,
-    longest_first,
     run_bytes,
+    seconds_left,
     spread,
     step_of,
 )
@@ -131,21 +131,15 @@ def recipe_of(*runs: Run) -> Recipe:
     return replace(small_recipe(generated_sequences=0), arms=arms)
 
 
-def test_longest_begin_first_and_equal_ones_as_in_the_recipe(tmp_path: Path) -> None:
-    one = small_run(steps=6, mode="decoder")
-    runs = [one, replace(one, steps=9), replace(one, seed=5), replace(one, steps=12)]
-    ordered = longest_first(recipe_of(*runs).runs(), tmp_path)
-    assert [arm.run.steps for arm in ordered] == [12, 9, 6, 6]
-    assert [arm.label for arm in ordered] == ["number 3", "number 1", "number 0", "number 2"]
-
-
 def test_steps_that_are_done_do_not_count(tmp_path: Path) -> None:
     short = small_run(steps=6, mode="decoder")
     long = replace(short, steps=8, model=model_for(short.task, "small", layers=2))
     reproduce(recipe_of(replace(long, steps=5)), tmp_path, device="cpu")
     arms = recipe_of(short, long).runs()
-    assert [arm.run.steps for arm in longest_first(arms, tmp_path / "small")] == [6, 8]
-    assert [arm.run.steps for arm in longest_first(arms, tmp_path / "nowhere")] == [8, 6]
+    begun = [seconds_left(arm, tmp_path / "small") for arm in arms]
+    blank = [seconds_left(arm, tmp_path / "nowhere") for arm in arms]
+    assert begun[0] == blank[0] < blank[1]
+    assert begun[1] < blank[0]
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,12 @@ from small_records import small_recipe
 
 from entp.config import OptimConfig
 from entp.errors import DeviceFailed, InputError, TrainingStopped
-from entp.experiments import RECIPES
-from entp.experiments import reproduce as reproducing
+from entp.experiments import RECIPES, running
 from entp.experiments import study as study_module
 from entp.experiments.collect import find_folder, read_test
 from entp.experiments.recipe import Arm, Recipe, find_recipe
-from entp.experiments.reproduce import Outcome, reproduce, shared_device, time_left
+from entp.experiments.reproduce import Outcome, reproduce
+from entp.experiments.running import shared_device, time_left
 from entp.files import lock_folder
 from entp.results.schema import RunTest
 from entp.results.store import read_record, write_record
@@ -67,13 +67,13 @@ def _quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Folders in which training was called, as it goes on."""
     folders: list[Path] = []
-    really = reproducing.train
+    really = running.train
 
     def noted(run: Any, out: Path, **options: Any) -> Any:
         folders.append(out)
         return really(run, out, **options)
 
-    monkeypatch.setattr(reproducing, "train", noted)
+    monkeypatch.setattr(running, "train", noted)
     return folders
 
 
@@ -175,14 +175,14 @@ def test_unfinished_arm_goes_on(tmp_path: Path) -> None:
 def test_failed_arm_is_named_and_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    really = reproducing.train
+    really = running.train
 
     def fails_as_entp(run: Any, out: Path, **options: Any) -> Any:
         if run.mode == "entp" and run.seed == 0:
             raise TrainingStopped("the loss is not finite at step 3.")
         return really(run, out, **options)
 
-    monkeypatch.setattr(reproducing, "train", fails_as_entp)
+    monkeypatch.setattr(running, "train", fails_as_entp)
     with pytest.raises(TrainingStopped, match=r"1 of 3 runs failed\. ENTP, seed 0: the loss"):
         run_once(small_recipe(generated_sequences=0), tmp_path)
     found = read_record(tmp_path / "small" / "results.json")
@@ -195,7 +195,7 @@ def test_gpu_that_failed_stops_all(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def fails(run: Any, out: Path, **options: Any) -> Any:
         raise DeviceFailed("the GPU failed.")
 
-    monkeypatch.setattr(reproducing, "train", fails)
+    monkeypatch.setattr(running, "train", fails)
     with pytest.raises(DeviceFailed):
         run_once(small_recipe(), tmp_path)
 
@@ -412,14 +412,14 @@ def test_best_checkpoint_is_tested_again_only_when_it_is_another(tmp_path: Path)
 def test_what_is_done_is_recorded_before_the_next_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    really, path = reproducing.train, tmp_path / "all.json"
+    really, path = running.train, tmp_path / "all.json"
 
     def killed_in_the_second(run: Any, out: Path, **options: Any) -> Any:
         if run.seed == 1:
             raise KeyboardInterrupt
         return really(run, out, **options)
 
-    monkeypatch.setattr(reproducing, "train", killed_in_the_second)
+    monkeypatch.setattr(running, "train", killed_in_the_second)
     with pytest.raises(KeyboardInterrupt):
         run_once(small_recipe(generated_sequences=0), tmp_path, record=path)
     found = read_record(path).arms[ENTP].runs
@@ -521,14 +521,14 @@ def test_runs_that_share_a_gpu_do_so_by_a_daemon(
         asked.append(device)
         yield Shared(True, {"A": "b"}, "MPS: yes.")
 
-    monkeypatch.setattr(reproducing, "pick_device", lambda *_: torch.device("cuda:0"))
-    monkeypatch.setattr(reproducing, "how_many", lambda arms, device, at_once, gpus=1: len(arms))
-    monkeypatch.setattr(reproducing, "shared_gpu", shared_gpu)
+    monkeypatch.setattr(running, "pick_device", lambda *_: torch.device("cuda:0"))
+    monkeypatch.setattr(running, "how_many", lambda arms, device, at_once, gpus=1: len(arms))
+    monkeypatch.setattr(running, "shared_gpu", shared_gpu)
     with shared_device(arms, "auto", jobs) as (found, shared):
         assert (found, shared.environment) == (expected, {"A": "b"})
     with shared_device(arms[:1], "auto", jobs) as (found, shared):
         assert (found, shared) == (1, Shared())  # one run needs none
-    monkeypatch.setattr(reproducing, "how_many", lambda arms, device, at_once, gpus=1: 1)
+    monkeypatch.setattr(running, "how_many", lambda arms, device, at_once, gpus=1: 1)
     with shared_device(arms, "auto", "auto") as (found, shared):
         assert (found, shared) == (1, Shared())
     assert asked == ["cuda:0"]

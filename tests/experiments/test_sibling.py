@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from small_records import small_recipe
 
-from entp.experiments import reproduce as reproducing
+from entp.experiments import running
 from entp.experiments import study as study_module
 from entp.experiments.recipe import Arm, Recipe
 from entp.experiments.reproduce import Outcome, reproduce
@@ -38,13 +38,13 @@ def guest(**changes: Any) -> Recipe:
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Machine and seed of each training, as it goes on; no figures, which take a second each."""
     found: list[tuple[str, int]] = []
-    really = reproducing.train
+    really = running.train
 
     def noted(run: Any, out: Path, **options: Any) -> Any:
         found.append((out.parts[-3], run.seed))
         return really(run, out, **options)
 
-    monkeypatch.setattr(reproducing, "train", noted)
+    monkeypatch.setattr(running, "train", noted)
     monkeypatch.setattr(study_module, "draw_record", lambda *_: False)
     return found
 

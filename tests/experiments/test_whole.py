@@ -16,7 +16,7 @@ from entp.cli.main import main
 from entp.errors import InputError
 from entp.experiments import RECIPES
 from entp.experiments.recipe import Arm, Check, Recipe, find_recipe
-from entp.experiments.whole import PAPER, every_recipe, names_of, state_of, time_limit
+from entp.experiments.whole import PAPER, every_recipe, names_of, state_of, time_limit, waves
 from entp.results.store import read_record
 
 CHECK = Check("it learns", {}, "exact_match", "at least", 0.0)
@@ -40,12 +40,14 @@ def make(name: str, arms: list[Arm] = BOTH, **changes: str) -> Recipe:
 
 @pytest.fixture(autouse=True)
 def own_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two recipes, one that fails, and one whose run takes minutes."""
+    """Two recipes, a short one, one that fails, and one whose run takes minutes."""
+    short = [Arm(replace(small_run(), steps=2, mode="decoder"), kind="short")]
     bad = [Arm(replace(small_run(), optim=replace(small_run().optim, lr=1e12)), size="x")]
     slow = [Arm(replace(small_run(), steps=10**6), mode="entp")]
     found = {
         "first": make("first"),
         "second": make("second", folder="first"),
+        "short": make("short", arms=short),
         "bad": make("bad", arms=bad),
         "slow": make("slow", arms=slow),
     }
@@ -70,6 +72,35 @@ def test_recipes_run_one_after_the_other(
         assert read_record(tmp_path / "records" / f"{name}.json").recipe == name
     assert len(list((tmp_path / "runs" / "first").glob("*/config.json"))) == 2
     assert not list((tmp_path / "runs" / "second").glob("*/config.json"))  # trained by the first
+
+
+def test_runs_of_several_recipes_are_one_queue(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("short", "bad", "first", "second", "--jobs", "2", runs=tmp_path) == 1
+    told = capsys.readouterr()
+    assert "4 runs, 2 at a time" in told.err  # second has the runs of first: none are left for it
+    order = re.findall(r"^\[[1-4]/4\] (.*), seed 0: \w+", told.err, re.M)
+    assert sorted(order) == ["decoder", "entp", "short", "x"]
+    assert order[-1] == "short"  # the longest begin first
+    assert re.search(r"^failed: bad: .*not finite", told.out, re.M)
+    for name, runs in (("short", 1), ("first", 2), ("second", 2)):
+        assert re.search(rf"^{name} +beyond +{runs} of {runs} ", told.out, re.M)
+        record = read_record(tmp_path / "records" / f"{name}.json")
+        assert record.recipe == name
+        assert all(run.test for arm in record.arms.values() for run in arm.runs)
+
+
+def test_recipes_that_share_runs_are_in_waves() -> None:
+    first, second, other, after = (
+        make("first"),
+        make("second", folder="first"),
+        make("other"),
+        replace(make("after"), source=make("other")),
+    )
+    assert waves([first, other, second, after], "auto") == [[0, 1], [2, 3]]
+    assert waves([other, after, first, second], 4) == [[0], [1, 2], [3]]
+    assert waves([first, other], 1) == [[0], [1]]
 
 
 def test_a_recipe_that_fails_does_not_stop_the_others(

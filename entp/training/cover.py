@@ -82,63 +82,117 @@ def joined(batches: Sequence[Batch]) -> Batch:
     return Batch(**{name: np.concatenate([getattr(b, name) for b in wide]) for name in there})
 
 
-class Cover:
-    """A shape for all padded batches of one size: the largest width and the union of the target
-    columns of those seen so far.
+NEIGHBOURS = 1
+"""Ranks on either side whose targets a rank of a cover has too: batches to come differ a little."""
+MOST_MISSES = 16
+"""Batches that a cover does not hold until it grows to hold them: graphs are lost by that."""
 
-    A batch so covered has a target in every such column, of weight 0 where it has none itself. Its
-    shape and its targets' positions are then always the same, as a captured step needs them, and
-    its loss and gradients are those of the batch.
+
+def ranks(mask: np.ndarray) -> np.ndarray:
+    """(size,) the rows of a target mask in order: by their last target, then by how many there
+    are."""
+    last = mask.shape[1] - np.argmax(mask[:, ::-1], axis=1)
+    return np.lexsort((mask.sum(1), np.where(mask.any(1), last, 0)))
+
+
+class Cover:
+    """A shape for all padded batches of one size: the largest width, and where there are targets in
+    its first row, its second and so on, for batches whose rows are put in the order of `ranks`.
+
+    In that order the rows of different batches are much alike: covering lines of addition costs
+    half of what it does where every row has the targets of all. A batch so covered has a target
+    wherever the cover has one, of weight 0 where it has none itself. Its shape and its targets'
+    positions are then always the same, as a captured step needs them, and its loss and gradients
+    are those of the batch.
     """
 
     def __init__(self) -> None:
-        self.columns: np.ndarray = np.zeros(0, bool)
-        """(width,) where any batch had a target."""
+        self.seen: np.ndarray = np.zeros((0, 0), bool)
+        """(size, width) where any batch had a target in its row of that rank."""
+        self.mask: np.ndarray = self.seen
+        """The same, with the ranks beside."""
+        self.missed: np.ndarray | None = None
+        """Where batches have targets that it does not hold."""
+        self.misses = 0
+        """How many they are."""
         self.rows = 0
-        """Rows of the prefixes that end there."""
-        self.targets: np.ndarray = np.zeros(0, np.int64)
-        """(width,) the targets of a row that has none itself."""
+        """Rows of the prefixes that end at its targets."""
 
     @property
     def width(self) -> int:
-        return len(self.columns)
+        return self.mask.shape[1]
+
+    def holds(self, batch: Batch) -> bool:
+        """Whether the batch fits into the cover as it is."""
+        own = _ranked(batch)
+        return own.shape[1] <= self.width and not (own & ~self.mask[:, : own.shape[1]]).any()
 
     def grow(self, batch: Batch) -> bool:
         """Whether the cover had to grow to hold this batch."""
-        own = np.asarray(batch.target_mask.any(0))
-        if len(own) <= self.width and not (own & ~self.columns[: len(own)]).any():
+        if self.holds(batch):
             return False
-        columns: np.ndarray = np.zeros(max(self.width, len(own)), bool)
-        columns[: self.width] = self.columns
-        columns[: len(own)] |= own
-        self.columns, self.targets = columns, np.where(columns, 0, IGNORE)
-        self.rows = int(np.arange(1, len(columns) + 1) @ columns)
+        self._add(_ranked(batch))
         return True
+
+    def miss(self, batch: Batch) -> bool:
+        """Note a batch that it does not hold; whether there were so many by now that it grew to
+        hold them all."""
+        self.missed = _union(self.missed, _ranked(batch))
+        self.misses += 1
+        if self.misses < MOST_MISSES:
+            return False
+        self._add(self.missed)
+        self.missed, self.misses = None, 0
+        return True
+
+    def _add(self, own: np.ndarray) -> None:
+        self.seen = _union(self.seen, own) if self.width else own
+        self.mask = self.seen.copy()
+        for by in range(1, NEIGHBOURS + 1):
+            self.mask[by:] |= self.seen[:-by]
+            self.mask[:-by] |= self.seen[by:]
+        self.rows = int(np.arange(1, self.width + 1) @ self.mask.sum(0))
 
     def cost(self, batch: Batch, mode: str) -> float:
         """How many times the rows of the batch itself its covered form has, in this mode."""
         if mode != "entp":
             return self.width / batch.y.shape[1]
-        return len(batch.x) * self.rows / max(1, prefix_rows(batch))
+        return self.rows / max(1, prefix_rows(batch))
 
     def __call__(self, batch: Batch) -> Batch | None:
-        """The batch in the cover's shape, without lengths; None if it has targets in its
+        """The batch in the cover's shape and order, without lengths; None if it has targets in its
         padding."""
         size, time = batch.y.shape
-        mask, real = batch.target_mask, real_tokens(batch)
+        order = ranks(batch.target_mask)
+        mask, real = batch.target_mask[order], real_tokens(batch)[order]
         if (mask > real).any():
             return None
         x = np.zeros((size, self.width, *batch.x.shape[2:]), batch.x.dtype)
         shown = real if x.ndim == 2 else real[..., None]
-        np.copyto(x[:, :time], batch.x, where=shown)  # padding may be anything
-        y = np.empty((size, self.width), batch.y.dtype)
-        y[:] = self.targets
-        np.copyto(y[:, :time], batch.y, where=mask)
+        np.copyto(x[:, :time], batch.x[order], where=shown)  # padding may be anything
+        y = np.where(self.mask, 0, IGNORE).astype(batch.y.dtype)
+        np.copyto(y[:, :time], batch.y[order], where=mask)
         weights = np.zeros(y.shape, np.float32)
         own = batch.loss_weights
-        np.copyto(weights[:, :time], 1.0 if own is None else own, where=mask)
+        np.copyto(weights[:, :time], 1.0 if own is None else own[order], where=mask)
         ids = None
         if batch.position_ids is not None:
             ids = np.zeros_like(y, batch.position_ids.dtype)
-            np.copyto(ids[:, :time], batch.position_ids, where=real)
+            np.copyto(ids[:, :time], batch.position_ids[order], where=real)
         return Batch(x, y, position_ids=ids, loss_weights=weights)
+
+
+def _ranked(batch: Batch) -> np.ndarray:
+    """Its target mask in the order of ranks."""
+    mask = batch.target_mask
+    return mask[ranks(mask)]
+
+
+def _union(one: np.ndarray | None, two: np.ndarray) -> np.ndarray:
+    """Where either has a target, as wide as the wider."""
+    if one is None:
+        return two
+    found: np.ndarray = np.zeros((len(two), max(one.shape[1], two.shape[1])), bool)
+    found[:, : one.shape[1]] = one
+    found[:, : two.shape[1]] |= two
+    return found

@@ -3,7 +3,7 @@
 A graph replays captured kernels on fixed memory, so that the GPU never waits for Python: what
 bounds small models otherwise. A step is captured when the same shapes and the same targets have
 come a few times, and replayed whenever they come again. Padded batches are given one shape and the
-same targets (cover.py).
+same targets (cover.py); the few that do not fit run as they are.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ IDLE_STEPS = 200
 course of training."""
 MOST_COVER = 8
 """Rows that a padded batch may have in its cover, as a multiple of its own."""
-LOOK_AHEAD = 64
+LOOK_AHEAD = 256
 """Batches that covers are made for before the first step."""
 MOST_WAIT = 8
 """Each time a cover outgrows its graphs, the next one waits for twice as many steps; so often at
@@ -154,27 +154,26 @@ class Stepper:
         first = task.batch(seed, "train", part[0], size)
         if first.lengths is None or not self._can_capture(how, first):
             return first
-        for step in part[1:LOOK_AHEAD]:
-            self._grow(task.batch(seed, "train", step, size))
+        cover = self.covers.setdefault(size, Cover())
+        for step in part[:LOOK_AHEAD]:
+            cover.grow(task.batch(seed, "train", step, size))
         return self._covered(how, first) or first
 
-    def _grow(self, batch: Batch) -> Cover:
-        """The cover of batches of this size, which holds this one too. If it had to grow, graphs
-        of its old shape are dropped."""
+    def _covered(self, how: Forward, batch: Batch) -> Batch | None:
+        """A padded batch in its cover; None if it does not fit or costs too much. A cover that is
+        part of graphs grows only when many did not fit: those graphs are dropped then."""
         size = len(batch.x)
         cover = self.covers.setdefault(size, Cover())
-        if cover.grow(batch):
+        if not cover.holds(batch):
             old = [key for key in self.graphs if key[:2] == ("cover", size)]
+            if old and not cover.miss(batch):
+                return None
+            cover.grow(batch)
             self.outgrown[size] += bool(old)
             for key in old:
                 del self.graphs[key]
             for key in [key for key in self.seen if key[:2] == ("cover", size)]:
                 del self.seen[key]
-        return cover
-
-    def _covered(self, how: Forward, batch: Batch) -> Batch | None:
-        """A padded batch in its cover; None if that costs too much."""
-        cover = self._grow(batch)
         return cover(batch) if cover.cost(batch, how.mode) <= MOST_COVER else None
 
     def _make_room(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,7 +20,16 @@ from entp.model import Transformer
 from entp.tasks.addition import Addition
 from entp.tasks.base import IGNORE, Batch, Split, Task
 from entp.training import cuda_graph
-from entp.training.cover import Cover, joinable, joined, prefix_rows, widened, without_lengths
+from entp.training.cover import (
+    MOST_MISSES,
+    Cover,
+    joinable,
+    joined,
+    prefix_rows,
+    ranks,
+    widened,
+    without_lengths,
+)
 from entp.training.cuda_graph import EAGER_STEPS, LOOK_AHEAD, MOST_COVER, NOBODY, Stepper
 from entp.training.distributed import World
 from entp.training.forward import Forward
@@ -171,8 +180,9 @@ def test_cover_gives_all_batches_one_shape_and_the_same_targets(seeds: list[int]
     for batch, one in zip(batches, wide, strict=True):
         assert one is not None
         assert one.x.shape == (6, cover.width)
-        assert np.array_equal(one.target_mask, np.tile(cover.columns, (6, 1)))
-        own = widened(batch, cover.width)
+        assert np.array_equal(one.target_mask, cover.mask)
+        assert cover.rows == prefix_rows(one)
+        own = in_order(widened(batch, cover.width))
         assert own.lengths is not None
         assert own.loss_weights is not None
         assert np.array_equal(one.y[own.target_mask], own.y[own.target_mask])
@@ -182,6 +192,13 @@ def test_cover_gives_all_batches_one_shape_and_the_same_targets(seeds: list[int]
         assert one.weight_sum == pytest.approx(batch.weight_sum)
 
 
+def in_order(batch: Batch) -> Batch:
+    """The batch with its rows in the order of a cover's."""
+    order = ranks(batch.target_mask)
+    arrays = {field.name: getattr(batch, field.name) for field in fields(Batch)}
+    return Batch(**{name: a[order] for name, a in arrays.items() if a is not None})
+
+
 def test_cover_grows_and_never_shrinks() -> None:
     cover, long, short = Cover(), ragged(0, longest=12, last=1), ragged(1, longest=4)
     assert cover.grow(short)
@@ -189,11 +206,34 @@ def test_cover_grows_and_never_shrinks() -> None:
     assert cover.grow(long)
     assert cover.width == long.y.shape[1] > width
     assert not cover.grow(short)
-    columns = cover.columns.copy()
-    assert not columns.all()
-    assert cover.grow(ragged(0, longest=12, last=12))  # more columns, the same width
-    assert cover.columns.all()
-    assert cover.width == len(columns)
+    mask = cover.mask.copy()
+    assert not mask.all()
+    assert cover.grow(ragged(0, longest=12, last=12))  # more targets, the same width
+    assert (cover.mask & mask).sum() == mask.sum() < cover.mask.sum()
+    assert cover.width == mask.shape[1]
+
+
+def test_cover_waits_for_many_misses_before_it_grows() -> None:
+    cover, wide = Cover(), [ragged(seed, longest=12) for seed in range(MOST_MISSES)]
+    cover.grow(ragged(0, longest=5))
+    before = cover.width
+    assert not any(cover.miss(batch) for batch in wide[:-1])
+    assert cover.width == before
+    assert cover.miss(wide[-1])
+    assert all(cover.holds(batch) for batch in wide)
+    assert not cover.miss(ragged(0, longest=20))  # counted anew
+
+
+def test_rows_of_like_lengths_share_a_place_in_the_cover() -> None:
+    """Those in the middle of a batch hardly differ: their targets are not those of all rows."""
+    task, cover = Addition(digits=10, train_examples=1000, sampling="lengths"), Cover()
+    batches = [task.batch(0, "train", step, 64) for step in range(LOOK_AHEAD)]
+    for batch in batches:
+        cover.grow(batch)
+    every = np.tile(cover.mask.any(0), (64, 1))
+    assert 2 * cover.rows < int(np.arange(1, cover.width + 1) @ every.sum(0))
+    later = [task.batch(0, "train", step, 64) for step in range(1000, 1200)]
+    assert sum(cover.holds(batch) for batch in later) > 0.95 * len(later)
 
 
 def test_cost_of_a_cover_is_in_rows_of_its_mode() -> None:
@@ -201,7 +241,7 @@ def test_cost_of_a_cover_is_in_rows_of_its_mode() -> None:
     cover = Cover()
     cover.grow(batch)
     assert prefix_rows(batch) == 2 + 3 + 4
-    assert cover.cost(batch, "entp") == pytest.approx(2 * (2 + 3 + 4) / 9)
+    assert cover.cost(batch, "entp") == pytest.approx(2 * (2 + 3 + 4) / 9)  # both are neighbours
     assert cover.cost(batch, "decoder") == 1
     cover.grow(widened(batch, 8))
     assert cover.cost(batch, "decoder") == 2
@@ -363,20 +403,18 @@ def test_warm_up_reads_the_batches_ahead(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("graphs")
 def test_graphs_of_an_outgrown_cover_are_dropped() -> None:
-    """The step is captured anew, after twice as many eager steps."""
-    run = ragged_run(Ragged(steps_to_longest=10), steps=40)
+    """Once many batches did not fit, which ran as they are; the step is captured anew, after twice
+    as many eager steps."""
+    run = ragged_run(Ragged(steps_to_longest=20), steps=90)
     stepper = capturing(run)
-    found = go(stepper, run, 10)
-    assert found[-1][1] == 1
-    old = next(iter(stepper.graphs.values()))
-    found += go(stepper, run, 1)
-    assert found[-1][1] == 0
-    found += go(stepper, run, 29)
+    found = go(stepper, run, 90)
+    numbers = [number for _, number in found]
+    assert numbers[19] == 1
+    dropped = numbers.index(0, 20)
+    assert dropped >= 20 + MOST_MISSES - 1
     assert stepper.outgrown[8] >= 1
-    captured = next(iter(stepper.graphs.values()))
-    assert captured is not old
-    anew = [number for _, number in found].index(0, 10)
-    assert found[anew + 2 * EAGER_STEPS - 1][1] == 0
+    assert numbers.index(1, dropped) >= dropped + 2 * EAGER_STEPS
+    assert numbers[-1] == 1
     assert_as_plain_steps(run, found)
 
 
@@ -435,7 +473,8 @@ def test_padded_steps_are_captured_with_an_average_and_after_a_curriculum() -> N
     stepper = capturing(run)
     warm(stepper, run)
     found = go(stepper, run, 24)
-    assert [bool(number) for _, number in found] == [step >= 8 + EAGER_STEPS for step in range(24)]
+    assert not any(number for _, number in found[: 8 + EAGER_STEPS])
+    assert found[-1][1] == 1
     assert_as_plain_steps(run, found)
 
 

@@ -21,6 +21,8 @@ from entp.experiments.collect import read_folder
 from entp.experiments.cost import carrying
 from entp.experiments.recipe import ArmRun
 from entp.training import prefetch
+from entp.training.cover import Cover
+from entp.training.cuda_graph import MOST_COVER
 from entp.training.plan import Plan
 
 AT_ONCE, IN_TURNS = 8, 2
@@ -38,8 +40,11 @@ ROW_BYTES = 3 * 24
 """Bytes of a row of prefixes, for each layer and unit of width (docs/engine.md)."""
 WEIGHT_BYTES = 16
 """Bytes of a weight, with its gradient and AdamW's state."""
-STEP_SECONDS, FLOPS_PER_SECOND = 0.8e-3, 2e14
-"""A step of a small model on a GPU, and what is computed in addition: for comparisons."""
+STEP_SECONDS, LAYER_SECONDS, FLOPS_PER_SECOND = 0.3e-3, 0.15e-3, 2e14
+"""A step of a small model on a GPU, its layers, and what is computed in addition: for comparisons.
+A decoder's step takes 0.72 ms with 3 layers and 1.6 ms with 8 (docs/LOG.md)."""
+COVERED = 32
+"""Padded batches that tell what a captured step of them computes."""
 
 
 class Step(NamedTuple):
@@ -80,8 +85,15 @@ def _parts(run: Run) -> tuple[Part, ...]:
 
 def _step(run: Run, plan: Plan, step: int) -> Step:
     """One step; a task's own curriculum is over at the end of a part, if at all."""
-    batch = run.task.batch(0, "train", step, plan.batch_size(step))
+    size = plan.batch_size(step)
+    batch = run.task.batch(0, "train", step, size)
     targets = carrying(run, step, batch)
+    if batch.lengths is not None and run.random_targets is None and run.importance is None:
+        cover = Cover()  # what a captured step computes
+        for other in range(max(0, step - COVERED), step + 1):
+            cover.grow(run.task.batch(0, "train", other, size))
+        if cover.cost(batch, plan.mode(step)) <= MOST_COVER:
+            targets = torch.from_numpy(cover.mask)
     if plan.mode(step) == "entp":
         return Step(sum(rows_of(targets)), engine_flops(run.model, targets).total)
     return Step(targets.numel(), decoder_flops(run.model, targets).total)
@@ -93,7 +105,9 @@ def _blind_step(run: Run) -> Step:
     with contextlib.suppress(Exception):
         time = run.task.model_needs().get("context_length", time)
     targets = torch.ones(run.batch_size, time, dtype=torch.bool)
-    if run.random_targets is not None:  # evenly spread
+    if run.task.sequence_targets is not None:
+        targets[:, : -run.task.sequence_targets] = False
+    elif run.random_targets is not None:  # evenly spread
         targets[:] = torch.arange(time) % max(1, time // run.random_targets.count) == 0
     if run.mode == "entp":
         return Step(sum(rows_of(targets)), engine_flops(run.model, targets).total)
@@ -102,10 +116,10 @@ def _blind_step(run: Run) -> Step:
 
 def expected_seconds(run: Run, done: int = 0) -> float:
     """About how long a run takes on a GPU after so many steps: good for comparisons."""
-    seconds = 0.0
+    seconds, overhead = 0.0, STEP_SECONDS + run.model.depth * LAYER_SECONDS
     for part, step in parts_of(run):
         left = len(range(max(done, part.start), part.stop))
-        seconds += left * (STEP_SECONDS + step.flops / FLOPS_PER_SECOND)
+        seconds += left * (overhead + step.flops / FLOPS_PER_SECOND)
     return min(seconds, run.train.max_seconds or math.inf)
 
 

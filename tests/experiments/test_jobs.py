@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from small_records import small_recipe
@@ -34,10 +35,12 @@ from entp.experiments.jobs import (
     step_of,
 )
 from entp.experiments.recipe import Arm, Recipe
+from entp.experiments.recipes.addition_positions import positions_run
 from entp.experiments.recipes.icl import RANDOM_PREFIX, icl_run
 from entp.experiments.reproduce import reproduce
 from entp.tasks.base import Batch
 from entp.tasks.counting import Count3
+from entp.training.cover import prefix_rows
 
 H200 = 139 * 2**30
 
@@ -47,6 +50,12 @@ class Fails(RandomTokens):
 
     def batch(self, *_: object) -> Batch:
         raise InputError("there is no such file.")
+
+
+class OneTarget(Fails):
+    """Is known to have one target a sequence."""
+
+    sequence_targets = 1
 
 
 def windows(mode: Mode = "decoder", size: str = "small", **changes: object) -> Run:
@@ -59,6 +68,13 @@ def test_step_counts_the_rows_of_prefixes() -> None:
     assert step_of(windows("entp")).rows == 64 * 64 * 65 // 2
     assert step_of(windows("decoder")).rows == 64 * 64
     assert step_of(windows("entp")).flops > 10 * step_of(windows("decoder")).flops
+
+
+def test_step_of_padded_batches_counts_what_a_captured_one_computes() -> None:
+    run = positions_run("ENTP", "abacus")
+    own = np.mean([prefix_rows(run.task.batch(0, "train", step, 64)) for step in range(9)])
+    assert 1.3 * own < step_of(run).rows < 2.2 * own
+    assert step_of(positions_run("decoder", "abacus")).rows == 64 * 34
 
 
 def test_expected_seconds_follow_steps_and_the_clock() -> None:
@@ -119,10 +135,13 @@ def test_task_that_fails_is_its_own_runs_affair() -> None:
     time = Fails().model_needs()["context_length"]
     all_targets = torch.ones(run.batch_size, time, dtype=torch.bool)
     flops = engine_flops(run.model, all_targets).total
-    seconds = jobs.STEP_SECONDS + flops / jobs.FLOPS_PER_SECOND
+    overhead = jobs.STEP_SECONDS + run.model.layers * jobs.LAYER_SECONDS
+    seconds = overhead + flops / jobs.FLOPS_PER_SECOND
     assert expected_seconds(run) == pytest.approx(100 * seconds)
     few = replace(run, random_targets=RandomTargetsConfig(1))
     assert expected_seconds(few) < expected_seconds(run)
+    one = replace(run, task=OneTarget())
+    assert step_of(one).rows == run.batch_size * time
     assert fitting([run] * 4, H200, 16, True) == 4
 
 

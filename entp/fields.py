@@ -6,14 +6,21 @@ import math
 import operator
 import types
 import typing
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from entp.errors import InputError, one_of
 
 
+@lru_cache(maxsize=1024)
+def _hints(kind: type) -> dict[str, Any]:
+    """The types of a class's fields: reading them takes most of the time of a check."""
+    return typing.get_type_hints(kind)
+
+
 def choice_problems(config: Any, prefix: str) -> list[str]:
     """Fields with a fixed list of values that have another one."""
-    hints = typing.get_type_hints(type(config)).items()
+    hints = _hints(type(config)).items()
     choices = {name: get_args(hint) for name, hint in hints if typing.get_origin(hint) is Literal}
     wrong = {
         name: allowed for name, allowed in choices.items() if getattr(config, name) not in allowed
@@ -42,7 +49,7 @@ def check_numbers(config: Any, prefix: str) -> None:
     """Whole numbers must be whole, others finite, switches on or off; makes 1 in a float field 1.0:
     equal runs hash equal."""
     problems = []
-    for name, hint in typing.get_type_hints(type(config)).items():
+    for name, hint in _hints(type(config)).items():
         value, where = getattr(config, name), f"{prefix}{name}"
         kinds = set(get_args(hint)) if typing.get_origin(hint) is types.UnionType else {hint}
         if value is None and type(None) in kinds:

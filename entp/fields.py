@@ -6,16 +6,18 @@ import math
 import operator
 import types
 import typing
-from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from entp.errors import InputError, one_of
 
+_KNOWN: dict[type, dict[str, Any]] = {}
 
-@lru_cache(maxsize=1024)
+
 def _hints(kind: type) -> dict[str, Any]:
     """The types of a class's fields: reading them takes most of the time of a check."""
-    return typing.get_type_hints(kind)
+    if kind not in _KNOWN:
+        _KNOWN[kind] = typing.get_type_hints(kind)
+    return _KNOWN[kind]
 
 
 def choice_problems(config: Any, prefix: str) -> list[str]:

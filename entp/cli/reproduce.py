@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -38,7 +39,7 @@ class SharedOptions:
     again to go on."""
     total_minutes: float | None = None
     """Stop after so long in all, as by an interrupt: what is trained by then is saved and recorded.
-    Run again to go on."""
+    Runs that can be done by then begin first. Run again to go on."""
     data: str | None = None
     """Other data for tasks that read files: a prepared corpus, a text, a folder. None: the
     recipe's."""
@@ -138,6 +139,7 @@ def _several(names: list[str], words: list[str]) -> int:
         jobs=options.jobs,
         max_minutes=options.max_minutes,
         baselines=options.baselines,
+        end=_end(options.total_minutes),
     )
     ended = None
     if not options.tiny:
@@ -164,6 +166,11 @@ def _several(names: list[str], words: list[str]) -> int:
     if ended.failed:
         raise TrainingStopped(f"{len(ended.failed)} of {len(names)} recipes failed.")
     return 2 if len(ended.skipped) == len(names) else 0
+
+
+def _end(minutes: float | None) -> float | None:
+    """When so many minutes are over, by time.monotonic()."""
+    return None if minutes is None else time.monotonic() + 60 * minutes
 
 
 def _stopped(signal: int, time_is_up: bool) -> int:
@@ -199,6 +206,7 @@ def _one(name: str, options: ReproduceOptions) -> int:
             max_minutes=options.max_minutes,
             baselines=options.baselines,
             init=options.init,
+            end=_end(options.total_minutes),
         )
     if found is None:
         return _stopped(0, True)

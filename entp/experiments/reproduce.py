@@ -50,6 +50,7 @@ def reproduce(
     max_minutes: float | None = None,
     baselines: bool = True,
     init: Path | None = None,
+    end: float | None = None,
 ) -> Outcome:
     """Train the arms that are not finished, or `only` some, or those of one seed, and write what
     came out. Returns the results.
@@ -71,8 +72,10 @@ def reproduce(
         recorded yet. They need no GPU, and slow ones take minutes: False leaves them for another
         call.
     init: a folder in HuggingFace's format, for arms of a pretrained model.
+    end: when the time is up, by time.monotonic(). Runs that would be done by then begin before
+        longer ones, and not more at a time than will be. Stopping is the caller's.
     """
-    chosen = Chosen(device, only, seed, jobs, max_minutes, baselines)
+    chosen = Chosen(device, only, seed, jobs, max_minutes, baselines, end)
     part = plan(recipe, runs, chosen, record=record, init=init)
     stopped = carry_out([part], runs, chosen)
     return finish(part, chosen, stopped)
@@ -87,6 +90,7 @@ class Chosen(NamedTuple):
     jobs: int | Literal["auto"] = 1
     max_minutes: float | None = None
     baselines: bool = True
+    end: float | None = None
 
 
 @dataclass
@@ -145,7 +149,9 @@ def carry_out(parts: Sequence[Part], runs: Path, chosen: Chosen) -> int | None:
             stack.enter_context(recording(part.study.recorded(part.arms)))
         gpus = min(gpus_of(chosen.device), jobs)
         environment = shared.environment
-        resources = Resources(chosen.device, jobs, chosen.max_minutes, environment, gpus)
+        resources = Resources(
+            chosen.device, jobs, chosen.max_minutes, environment, gpus, chosen.end
+        )
         endings = stack.enter_context(closing(run_all(items, resources)))
         for item, ending in endings:
             item.study.write()  # what is done is not lost with what is not

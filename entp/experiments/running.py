@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 from entp.config import PretrainedConfig, Run
 from entp.errors import DeviceFailed, InputError
 from entp.experiments.collect import find_folder, read_folder, read_test
+from entp.experiments.deadline import Deadline
 from entp.experiments.jobs import expected_seconds, gpus_of, how_many, seconds_left, spread
 from entp.experiments.recipe import ArmRun
 from entp.experiments.study import Study
@@ -57,6 +58,8 @@ class Resources(NamedTuple):
     """Variables of the processes that carry them out, where there are several."""
     gpus: int = 1
     """GPUs that they are spread over."""
+    end: float | None = None
+    """When they have to be done, by time.monotonic()."""
 
     @property
     def sharing(self) -> int:
@@ -105,12 +108,22 @@ def run_all(items: list[Item], resources: Resources) -> Generator[tuple[Item, En
             yield items[ending.number], ending
 
 
+def _deadline(items: list[Item], resources: Resources) -> Deadline:
+    seconds = [seconds_left(item.arm, item.root) / resources.gpus for item in items]
+    return Deadline(seconds, resources.end)
+
+
 def _one_by_one(items: list[Item], resources: Resources) -> Endings:
-    start = time.monotonic()
-    for number, item in enumerate(items):
-        left = time_left(time.monotonic() - start, number, len(items))
-        print(f"[{number + 1}/{len(items)}] {item.arm.name}{left}", file=sys.stderr, flush=True)
-        ending = _try(number, item, resources)
+    start, deadline = time.monotonic(), _deadline(items, resources)
+    todo = list(range(len(items)))
+    for done in range(len(items)):
+        number = deadline(todo, 0)
+        todo.remove(number)
+        left = time_left(time.monotonic() - start, done, len(items))
+        name = items[number].arm.name
+        print(f"[{done + 1}/{len(items)}] {name}{left}", file=sys.stderr, flush=True)
+        ending = _try(number, items[number], resources)
+        deadline.ended(number)
         yield ending
         if ending.stopped_by:
             return
@@ -134,8 +147,10 @@ def _at_once(items: list[Item], resources: Resources) -> Endings:
     ended: list[float] = []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     sets = spread(resources.gpus, resources.environment or {}, visible)
-    with closing(in_parallel(jobs, run_arm, tasks, sets)) as endings:
+    deadline = _deadline(items, resources)
+    with closing(in_parallel(jobs, run_arm, tasks, sets, deadline)) as endings:
         for done, ending in enumerate(endings, 1):
+            deadline.ended(ending.number)
             ended.append(costs.pop(ending.number))
             longer = _mean(list(costs.values())) / _mean(ended)
             left = time_left(time.monotonic() - start, done, len(items), jobs, longer)

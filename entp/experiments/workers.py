@@ -25,6 +25,8 @@ from entp.training.signals import StopSignals
 
 Work = Callable[..., int | None]
 """Returns the signal that stopped it, if one did."""
+Choose = Callable[[Sequence[int], int], int]
+"""The number of one of the waiting tasks, -1 for none yet."""
 
 _working = threading.Lock()
 """Held while a process is at work."""
@@ -45,6 +47,7 @@ def in_parallel(
     work: Work,
     tasks: Sequence[tuple[Any, ...]],
     environment: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None,
+    choose: Choose = lambda waiting, busy: waiting[0],
 ) -> Generator[Ending, None, None]:
     """How each of the tasks ended, as they do: work(*task) for all, `jobs` at a time.
 
@@ -54,25 +57,31 @@ def in_parallel(
 
     environment: variables that the processes have beside those of this one; or several such sets,
         one for each GPU, say, of which as many processes have each.
+    choose: which of the waiting tasks begins next, beside so many at work.
 
     The cores are divided among them. Torch would start a thread for every core in each process, and
     threads that wait for a core hold up those that work.
     """
     threads = max(1, cores() // jobs)
-    todo = iter(enumerate(tasks))
+    todo = dict(enumerate(tasks))
     workers: list[_Worker] = []
     several = [environment or {}] if not isinstance(environment, Sequence) else list(environment)
 
-    def begin(worker: _Worker | None = None) -> Iterator[Ending]:
-        """Give a process, or a new one, the next task that can be sent; the endings of others."""
-        for number, task in todo:
+    def begin() -> Iterator[Ending]:
+        """Give idle processes, or new ones, the tasks that are due; the endings of those that
+        cannot be sent."""
+        while todo and (busy := sum(worker.number is not None for worker in workers)) < jobs:
+            number = choose(list(todo), busy)
+            if number < 0:
+                return
+            task = todo.pop(number)
+            worker = next((one for one in workers if one.number is None), None)
             if worker is None:
                 worker = _Worker(_least_used(several, workers), threads)
                 workers.append(worker)
             error = worker.give(number, work, task)
-            if error is None:
-                return
-            yield Ending(number, error=error)
+            if error is not None:
+                yield Ending(number, error=error)
 
     def terminate() -> None:
         for worker in workers:
@@ -84,8 +93,7 @@ def in_parallel(
 
     with StopSignals(terminate, kill) as signals:
         try:
-            for _ in range(jobs):
-                yield from begin()
+            yield from begin()
             while busy := {worker.pipe: worker for worker in workers if worker.number is not None}:
                 done = connection.wait(list(busy), timeout=1)
                 if signals.caught:
@@ -99,7 +107,7 @@ def in_parallel(
                         error = ending.error if worker.is_there else None
                         ending = Ending(ending.number, signals.caught, error)
                     if not ending.stopped_by:
-                        yield from begin(worker if worker.is_there else None)
+                        yield from begin()
                     yield ending
                     if ending.stopped_by:
                         return

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,21 @@ def test_a_process_that_dies_takes_only_its_own_task_with_it() -> None:
     assert isinstance(endings[1].error, TrainingStopped)
     assert "its process died (SIGKILL)" in str(endings[1].error)
     assert "run again to go on, with fewer --jobs" in str(endings[1].error)
+
+
+def test_the_next_task_is_chosen_and_may_wait(tmp_path: Path) -> None:
+    """The last first, and the first beside nobody."""
+    asked = []
+
+    def choose(waiting: Sequence[int], busy: int) -> int:
+        asked.append((list(waiting), busy))
+        return waiting[-1] if len(waiting) > 1 else -1 if busy else waiting[0]
+
+    tasks = [(tmp_path, "a", "a"), (tmp_path, "b", "c"), (tmp_path, "c", "b")]
+    ends = [ending.number for ending in in_parallel(2, meet, tasks, choose=choose)]
+    assert sorted(ends[:2]) == [1, 2]
+    assert ends[2] == 0
+    assert asked == [([0, 1, 2], 0), ([0, 1], 1), ([0], 1), ([0], 0)]
 
 
 def test_a_process_does_one_task_after_another(tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+"""Which run begins next where the time is limited."""
+
+from __future__ import annotations
+
+import pytest
+
+from entp.experiments import deadline
+from entp.experiments.deadline import CAUTION, SAVING, Deadline
+
+
+class Clock:
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(deadline, "time", found)
+    return found
+
+
+def begin_all(choose: Deadline, waiting: list[int], jobs: int, busy: int = 0) -> list[int]:
+    """The runs that begin now."""
+    begun = []
+    while waiting and busy + len(begun) < jobs:
+        number = choose(waiting, busy + len(begun))
+        if number < 0:
+            break
+        waiting.remove(number)
+        begun.append(number)
+    return begun
+
+
+def test_without_a_limit_runs_begin_in_their_order(clock: Clock) -> None:
+    choose = Deadline([1e6, 1.0, 1e9], None)
+    assert begin_all(choose, [0, 1, 2], 3) == [0, 1, 2]
+
+
+def test_runs_that_end_in_time_begin_before_longer_ones(clock: Clock) -> None:
+    choose = Deadline([500.0, 90.0, 400.0, 20.0], clock.now + 120 + SAVING)
+    waiting = [0, 1, 2, 3]
+    assert begin_all(choose, waiting, 1) == [1]
+    clock.now += 90
+    choose.ended(1)
+    assert begin_all(choose, waiting, 1) == [3]
+    clock.now += 20
+    choose.ended(3)
+    assert begin_all(choose, waiting, 1) == [0]  # for what it gets done
+
+
+def test_no_more_begin_at_a_time_than_end_in_time(clock: Clock) -> None:
+    """Eight that share a GPU would all be nearly done at the end."""
+    choose = Deadline([50.0] * 8, clock.now + 4 * 50 * CAUTION + SAVING)
+    waiting = list(range(8))
+    assert begin_all(choose, waiting, 8) == [0, 1, 2, 3]
+    clock.now += 190
+    choose.ended(0)
+    assert begin_all(choose, waiting, 8, busy=3) == []
+
+
+def test_what_ended_corrects_the_estimates(clock: Clock) -> None:
+    """A machine that is ten times as slow as the estimates."""
+    choose = Deadline([10.0, 30.0, 15.0, 5.0], clock.now + 300)
+    waiting = [0, 1, 2, 3]
+    assert begin_all(choose, waiting, 1) == [0]
+    clock.now += 100
+    choose.ended(0)
+    assert begin_all(choose, waiting, 1) == [2]
+
+
+def test_runs_beside_each_other_slow_each_other_down(clock: Clock) -> None:
+    """Two that took twice their time beside each other took what was expected."""
+    choose = Deadline([50.0, 50.0, 100.0], clock.now + 240 + SAVING)
+    waiting = [0, 1, 2]
+    assert begin_all(choose, waiting, 2) == [0, 1]
+    clock.now += 100
+    choose.ended(0)
+    choose.ended(1)
+    assert list(choose.ratios) == [1.0, 1.0]
+    assert begin_all(choose, waiting, 2) == [2]

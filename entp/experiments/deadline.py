@@ -7,12 +7,16 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from entp.experiments.workers import Ending
+
 CAUTION = 1.15
 """Estimates are rough: a run begins only if this many times its own would do."""
 SAVING = 10.0
 """Seconds before the end in which nothing should have to be trained any more."""
 RECENT = 8
 """Ended runs by which estimates are corrected."""
+AROUND = 15.0
+"""Seconds of a run beside its training: start, first steps, test."""
 
 
 class Deadline:
@@ -23,14 +27,14 @@ class Deadline:
     """
 
     def __init__(self, seconds: Sequence[float], end: float | None) -> None:
-        """seconds: about how long each run takes alone. end: by time.monotonic(); None: no
+        """seconds: about how long each run trains alone. end: by time.monotonic(); None: no
         limit."""
         self.seconds, self.end = seconds, end
         self.begun: dict[int, float] = {}
         self.beside: dict[int, int] = {}
         """Most runs that each had beside it."""
-        self.ratios: deque[float] = deque(maxlen=RECENT)
-        """Of ended runs: their time, as a multiple of what was expected."""
+        self.took: deque[tuple[float, float]] = deque(maxlen=RECENT)
+        """Of ended runs: their time, and what was expected."""
 
     def __call__(self, waiting: Sequence[int], busy: int) -> int:
         """The next of the waiting runs, beside so many at work: the first that will end in time,
@@ -44,15 +48,19 @@ class Deadline:
                 self.beside[other] = max(self.beside[other], busy)
         return chosen
 
-    def ended(self, number: int) -> None:
-        """A run has ended."""
-        took = time.monotonic() - self.begun.pop(number)
-        beside = self.beside.pop(number)
-        self.ratios.append(took / max(1e-3, self.seconds[number] * (beside + 1)))
+    def ended(self, ending: Ending) -> None:
+        """A run has ended. One that failed or was stopped says nothing about the others."""
+        number = ending.number
+        took, beside = time.monotonic() - self.begun.pop(number), self.beside.pop(number)
+        if ending.error is None and not ending.stopped_by:
+            self.took.append((took, self._expected(number, beside)))
+
+    def _expected(self, number: int, beside: int) -> float:
+        return AROUND + self.seconds[number] * (beside + 1)
 
     def _ends_in_time(self, number: int, busy: int) -> bool:
         if self.end is None:
             return True
-        ratio = sum(self.ratios) / len(self.ratios) if self.ratios else 1.0
-        needed = CAUTION * ratio * self.seconds[number] * (busy + 1)
+        took, expected = map(sum, zip(*self.took, strict=True)) if self.took else (1.0, 1.0)
+        needed = CAUTION * took / expected * self._expected(number, busy)
         return needed <= self.end - time.monotonic() - SAVING

@@ -123,13 +123,22 @@ def expected_seconds(run: Run, done: int = 0) -> float:
     return min(seconds, run.train.max_seconds or math.inf)
 
 
-def seconds_left(arm: ArmRun, root: Path) -> float:
-    """About how long a run still takes on a GPU, by what its folder has."""
+def seconds_left(arm: ArmRun, root: Path, max_minutes: float | None = None) -> float:
+    """About how long a run still trains on a GPU, by what its folder has.
+
+    max_minutes: most training time of a run whose schedule does not follow the clock.
+    """
     try:
         found = read_folder(arm, root)
     except InputError:  # a damaged folder: whoever trains it says so
         found = None
-    return expected_seconds(arm.run, 0 if found is None else found.steps)
+    if found is not None and found.done:
+        return 0.0
+    steps, seconds = (0, 0.0) if found is None else (found.steps, found.seconds)
+    left = expected_seconds(arm.run, steps)
+    if max_minutes is None or arm.run.optim.decay_by == "seconds":
+        return left
+    return min(left, max(0.0, 60 * max_minutes - seconds))
 
 
 def how_many(arms: Sequence[ArmRun], device: torch.device, at_once: bool, gpus: int = 1) -> int:

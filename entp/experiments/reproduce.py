@@ -10,15 +10,15 @@ runs/count3/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from entp.errors import InputError, TrainingStopped, one_of
+from entp.errors import DeviceFailed, InputError, TrainingStopped, one_of
 from entp.experiments.collect import find_folder
 from entp.experiments.jobs import gpus_of
 from entp.experiments.recipe import ArmRun, Recipe, check_recipe
@@ -102,6 +102,9 @@ class Part:
     arms: list[ArmRun]
     init: Path | None = None
     failed: dict[str, Exception] = field(default_factory=dict)
+    """What its runs failed by, by name."""
+    error: InputError | TrainingStopped | None = None
+    """Why it could not begin, or its results not be written."""
 
     @property
     def items(self) -> list[Item]:
@@ -134,18 +137,20 @@ def plan(
 
 def carry_out(parts: Sequence[Part], runs: Path, chosen: Chosen) -> int | None:
     """Train and test the runs of these recipes, as one queue, and record each as it ends. Returns
-    the signal that stopped them, if one did. What failed is in `failed` of its part."""
+    the signal that stopped them, if one did. What failed is in `failed` and `error` of its part."""
     for part in parts:
-        stopped = _train_sources(part, runs, chosen)
-        if stopped:
-            return stopped
-    items = [item for part in parts for item in part.items]
+        with _kept_in(part):
+            stopped = _train_sources(part, runs, chosen)
+            if stopped:
+                return stopped
+            part.study.write()
+    begun = [part for part in parts if part.error is None]
+    items = [item for part in begun for item in part.items]
     sharing = shared_device([item.arm for item in items], chosen.device, chosen.jobs)
     stopped = None
     with ExitStack() as stack:
         jobs, shared = stack.enter_context(sharing)
-        for part in parts:
-            part.study.write()
+        for part in begun:
             stack.enter_context(recording(part.study.recorded(part.arms)))
         gpus = min(gpus_of(chosen.device), jobs)
         environment = shared.environment
@@ -154,17 +159,31 @@ def carry_out(parts: Sequence[Part], runs: Path, chosen: Chosen) -> int | None:
         )
         endings = stack.enter_context(closing(run_all(items, resources)))
         for item, ending in endings:
-            item.study.write()  # what is done is not lost with what is not
+            part = next(part for part in begun if part.study is item.study)
+            with _kept_in(part):
+                part.study.write()  # what is done is not lost with what is not
             stopped = ending.stopped_by
             if ending.error is not None and not stopped:
-                part = next(part for part in parts if part.study is item.study)
                 part.failed[item.arm.name] = ending.error
     return stopped
+
+
+@contextmanager
+def _kept_in(part: Part) -> Iterator[None]:
+    """Errors inside are this recipe's own: the others go on. A GPU that fails ends all."""
+    try:
+        yield
+    except DeviceFailed:
+        raise
+    except (InputError, TrainingStopped) as error:
+        part.error = part.error or error
 
 
 def finish(part: Part, chosen: Chosen, stopped: int | None) -> Outcome:
     """The results of a recipe that was carried out, with baselines and figure; an error if runs
     failed."""
+    if part.error is not None:
+        raise part.error
     found = part.study.write()  # those beside one that was stopped have saved since
     if chosen.baselines and not stopped:
         found = part.study.add_baselines(found, chosen.only)

@@ -97,7 +97,8 @@ def run_all(items: list[Item], resources: Resources) -> Generator[tuple[Item, En
     each = _one_by_one
     if resources.concurrent > 1:
         each = _at_once
-        items = sorted(items, key=lambda item: -seconds_left(item.arm, item.root))
+        minutes = resources.max_minutes
+        items = sorted(items, key=lambda item: -seconds_left(item.arm, item.root, minutes))
     with closing(each(items, resources)) as endings:
         for ending in endings:
             name = items[ending.number].arm.name
@@ -109,8 +110,9 @@ def run_all(items: list[Item], resources: Resources) -> Generator[tuple[Item, En
 
 
 def _deadline(items: list[Item], resources: Resources) -> Deadline:
-    seconds = [seconds_left(item.arm, item.root) / resources.gpus for item in items]
-    return Deadline(seconds, resources.end)
+    minutes = resources.max_minutes
+    seconds = [seconds_left(item.arm, item.root, minutes) for item in items]
+    return Deadline([one / resources.gpus for one in seconds], resources.end)
 
 
 def _one_by_one(items: list[Item], resources: Resources) -> Endings:
@@ -123,7 +125,7 @@ def _one_by_one(items: list[Item], resources: Resources) -> Endings:
         name = items[number].arm.name
         print(f"[{done + 1}/{len(items)}] {name}{left}", file=sys.stderr, flush=True)
         ending = _try(number, items[number], resources)
-        deadline.ended(number)
+        deadline.ended(ending)
         yield ending
         if ending.stopped_by:
             return
@@ -150,7 +152,7 @@ def _at_once(items: list[Item], resources: Resources) -> Endings:
     deadline = _deadline(items, resources)
     with closing(in_parallel(jobs, run_arm, tasks, sets, deadline)) as endings:
         for done, ending in enumerate(endings, 1):
-            deadline.ended(ending.number)
+            deadline.ended(ending)
             ended.append(costs.pop(ending.number))
             longer = _mean(list(costs.values())) / _mean(ended)
             left = time_left(time.monotonic() - start, done, len(items), jobs, longer)

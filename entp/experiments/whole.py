@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal, NamedTuple
 
-from entp.errors import InputError, TrainingStopped
+from entp.errors import DeviceFailed, InputError, TrainingStopped
 from entp.experiments import RECIPES
 from entp.experiments.collect import match_runs
 from entp.experiments.jobs import expected_seconds
@@ -94,6 +94,8 @@ def _needs(recipe: Recipe, arms: Sequence[ArmRun]) -> str:
 
 
 def _seconds_left(arm: ArmRun, run: RunRecord | None) -> float:
+    if run is not None and run.done:
+        return 0.0
     return expected_seconds(arm.run, 0 if run is None else run.steps)
 
 
@@ -172,12 +174,8 @@ def _carry_out(parts: Mapping[str, Part], runs: Path, chosen: Chosen, ended: End
     them, if one did."""
     try:
         stopped = carry_out(list(parts.values()), runs, chosen) if parts else None
-    except TrainingStopped as error:  # the GPU failed, or what they begin with
+    except DeviceFailed as error:
         ended.failed.update(dict.fromkeys(parts, str(error)))
-        return None
-    except InputError as error:
-        ended.skipped.update(dict.fromkeys(parts, str(error)))
-        print(f"skipped: {error}", file=sys.stderr, flush=True)
         return None
     for name, part in parts.items():
         try:

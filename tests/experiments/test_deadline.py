@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from entp.errors import TrainingStopped
 from entp.experiments import deadline
-from entp.experiments.deadline import CAUTION, SAVING, Deadline
+from entp.experiments.deadline import AROUND, CAUTION, SAVING, Deadline
+from entp.experiments.workers import Ending
 
 
 class Clock:
@@ -40,44 +42,64 @@ def test_without_a_limit_runs_begin_in_their_order(clock: Clock) -> None:
 
 
 def test_runs_that_end_in_time_begin_before_longer_ones(clock: Clock) -> None:
-    choose = Deadline([500.0, 90.0, 400.0, 20.0], clock.now + 120 + SAVING)
+    choose = Deadline([500.0, 90.0, 400.0, 20.0], clock.now + 150 + SAVING)
     waiting = [0, 1, 2, 3]
     assert begin_all(choose, waiting, 1) == [1]
-    clock.now += 90
-    choose.ended(1)
+    clock.now += 90 + AROUND
+    choose.ended(Ending(1))
     assert begin_all(choose, waiting, 1) == [3]
-    clock.now += 20
-    choose.ended(3)
+    clock.now += 20 + AROUND
+    choose.ended(Ending(3))
     assert begin_all(choose, waiting, 1) == [0]  # for what it gets done
 
 
 def test_no_more_begin_at_a_time_than_end_in_time(clock: Clock) -> None:
     """Eight that share a GPU would all be nearly done at the end."""
-    choose = Deadline([50.0] * 8, clock.now + 4 * 50 * CAUTION + SAVING)
+    choose = Deadline([50.0] * 8, clock.now + (AROUND + 4 * 50) * CAUTION + SAVING)
     waiting = list(range(8))
     assert begin_all(choose, waiting, 8) == [0, 1, 2, 3]
-    clock.now += 190
-    choose.ended(0)
+    clock.now += 200
+    choose.ended(Ending(0))
     assert begin_all(choose, waiting, 8, busy=3) == []
 
 
 def test_what_ended_corrects_the_estimates(clock: Clock) -> None:
     """A machine that is ten times as slow as the estimates."""
-    choose = Deadline([10.0, 30.0, 15.0, 5.0], clock.now + 300)
+    choose = Deadline([10.0, 30.0, 15.0, 5.0], clock.now + 600)
     waiting = [0, 1, 2, 3]
     assert begin_all(choose, waiting, 1) == [0]
-    clock.now += 100
-    choose.ended(0)
-    assert begin_all(choose, waiting, 1) == [2]
+    clock.now += 10 * (10 + AROUND)
+    choose.ended(Ending(0))
+    assert begin_all(choose, waiting, 1) == [3]
 
 
 def test_runs_beside_each_other_slow_each_other_down(clock: Clock) -> None:
     """Two that took twice their time beside each other took what was expected."""
-    choose = Deadline([50.0, 50.0, 100.0], clock.now + 240 + SAVING)
+    choose = Deadline([50.0, 50.0, 100.0], clock.now + 270 + SAVING)
     waiting = [0, 1, 2]
     assert begin_all(choose, waiting, 2) == [0, 1]
-    clock.now += 100
-    choose.ended(0)
-    choose.ended(1)
-    assert list(choose.ratios) == [1.0, 1.0]
+    clock.now += 100 + AROUND
+    choose.ended(Ending(0))
+    choose.ended(Ending(1))
+    assert [took / expected for took, expected in choose.took] == [1.0, 1.0]
     assert begin_all(choose, waiting, 2) == [2]
+
+
+def test_runs_that_only_had_to_be_tested_spoil_no_estimate(clock: Clock) -> None:
+    choose = Deadline([0.0, 0.0, 60.0, 60.0], clock.now + 300)
+    waiting = [0, 1, 2, 3]
+    assert begin_all(choose, waiting, 2) == [0, 1]
+    clock.now += 20
+    choose.ended(Ending(0))
+    choose.ended(Ending(1))
+    assert begin_all(choose, waiting, 2) == [2, 3]
+
+
+def test_a_run_that_failed_at_once_is_no_fast_one(clock: Clock) -> None:
+    choose = Deadline([100.0] * 4, clock.now + 250)
+    waiting = [0, 1, 2, 3]
+    assert begin_all(choose, waiting, 4) == [0]
+    clock.now += 1
+    choose.ended(Ending(0, error=TrainingStopped("it failed")))
+    assert not choose.took
+    assert begin_all(choose, waiting, 4) == [1]

@@ -159,6 +159,9 @@ def test_steps_that_are_done_do_not_count(tmp_path: Path) -> None:
     blank = [seconds_left(arm, tmp_path / "nowhere") for arm in arms]
     assert begun[0] == blank[0] < blank[1]
     assert begun[1] < blank[0]
+    assert seconds_left(arms[1], tmp_path / "nowhere", max_minutes=1e-6) == pytest.approx(6e-5)
+    ended = recipe_of(replace(long, steps=5)).runs()[0]
+    assert seconds_left(ended, tmp_path / "small") == 0
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import re
 import signal
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from entp.experiments import RECIPES
 from entp.experiments.recipe import Arm, Check, Recipe, find_recipe
 from entp.experiments.whole import PAPER, every_recipe, names_of, state_of, time_limit, waves
 from entp.results.store import read_record
+from entp.tasks.counting import Count3
 
 CHECK = Check("it learns", {}, "exact_match", "at least", 0.0)
 
@@ -38,9 +39,20 @@ def make(name: str, arms: list[Arm] = BOTH, **changes: str) -> Recipe:
     )
 
 
+@dataclass(frozen=True)
+class NoData(Count3):
+    """Reads files that are not here."""
+
+    takes_data = True
+
+    def split_batches(self, *_: object) -> int | None:
+        raise InputError("there is no such data.")
+
+
 @pytest.fixture(autouse=True)
 def own_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two recipes, a short one, one that fails, and one whose run takes minutes."""
+    no_data = replace(small_run(), task=NoData(**asdict(small_run().task)))
     short = [Arm(replace(small_run(), steps=2, mode="decoder"), kind="short")]
     bad = [Arm(replace(small_run(), optim=replace(small_run().optim, lr=1e12)), size="x")]
     slow = [Arm(replace(small_run(), steps=10**6), mode="entp")]
@@ -48,6 +60,10 @@ def own_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
         "first": make("first"),
         "second": make("second", folder="first"),
         "short": make("short", arms=short),
+        "lacking": replace(
+            make("lacking", arms=[Arm(small_run(), begins="entp", mode="entp")]),
+            source=make("nodata", arms=[Arm(no_data, mode="entp")]),
+        ),
         "bad": make("bad", arms=bad),
         "slow": make("slow", arms=slow),
     }
@@ -89,6 +105,21 @@ def test_runs_of_several_recipes_are_one_queue(
         record = read_record(tmp_path / "records" / f"{name}.json")
         assert record.recipe == name
         assert all(run.test for arm in record.arms.values() for run in arm.runs)
+
+
+def test_a_recipe_that_cannot_go_on_leaves_the_others_in_the_queue_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One with a damaged folder, and one whose source lacks its data."""
+    out = ["--out", str(tmp_path / "runs"), "--device", "cpu"]
+    assert main(["reproduce", "short", *out]) == 0
+    (folder,) = (tmp_path / "runs" / "short").glob("*/config.json")
+    (folder.parent / "metrics.jsonl").unlink()
+    assert command("short", "lacking", "first", "--jobs", "2", runs=tmp_path) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"^skipped: short: .* has been tested, but its metrics", told, re.M)
+    assert re.search(r"^skipped: lacking: .*there is no such data", told, re.M)
+    assert re.search(r"^first +beyond +2 of 2 +- +- +reproduced$", told, re.M)
 
 
 def test_recipes_that_share_runs_are_in_waves() -> None:

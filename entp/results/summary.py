@@ -269,8 +269,11 @@ def baselines_of(record: Record, arms: Iterable[ArmRecord], source: Source = "te
     found: Baselines = {}
     if source != "test" and not source.startswith(SPLIT):
         return found
+    trained_on = {task.get("name") for task in tasks}
     for one in record.baselines:
-        if one.split == split and any(_is_same(one.task, task) for task in tasks):
+        # runs may be tested on another task than they are trained on, all of them on one
+        other = bool(tasks) and one.task.get("name") not in trained_on
+        if one.split == split and (other or any(_is_same(one.task, task) for task in tasks)):
             for name, data in one.totals.items():
                 found.setdefault(name, data.totals(record.metrics))
     return found

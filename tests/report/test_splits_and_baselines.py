@@ -84,6 +84,22 @@ def shifted_record(**changes: Any) -> Record:
     return make_record(arms, metrics=DIGITS, baselines=told, **changes)
 
 
+def test_baselines_of_a_task_that_nothing_is_trained_on_are_those_of_all_arms() -> None:
+    """Runs of text, all of them tested on winogrande."""
+    record = shifted_record()
+    asked = BaselineRecord(
+        task={"name": "winogrande", "items": "tiny"},
+        seed=0,
+        batch_size=8,
+        sequences=100,
+        totals={"always first": sliced_totals(45, {"12": 45})},
+    )
+    record = record.model_copy(update={"baselines": [asked]})
+    assert list(baselines_of(record, [record.arms["ENTP"]])) == ["always first"]
+    assert baselines_of(record, []) == {}
+    assert baselines_table(record) is not None
+
+
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that would be saved."""

@@ -238,7 +238,9 @@ def _boundary(window: str) -> int:
     at = len(window)
     while at > 1:
         at = max(window.rfind(" ", 1, at), window.rfind("\n", 1, at))
-        if at > 0 and not window[at - 1].isspace():
+        while at > 1 and window[at - 1].isspace():  # to the beginning of a run of blanks
+            at -= 1
+        if at > 0 and window[at] in " \n" and not window[at - 1].isspace():
             return at
     return len(window)
 

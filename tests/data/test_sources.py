@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -60,6 +61,24 @@ def test_pieces_join_to_the_document(text: str, size: int, most: int) -> None:
     assert all(0 < len(piece.text) <= most for piece in pieces)
     assert [piece.first for piece in pieces] == [at == 0 for at in range(len(pieces))]
     assert [piece.last for piece in pieces] == [at == len(pieces) - 1 for at in range(len(pieces))]
+
+
+def slow_boundary(window: str) -> int:
+    """The last place before a space or line feed after something visible."""
+    places = range(len(window) - 1, 0, -1)
+    found = (at for at in places if window[at] in " \n" and not window[at - 1].isspace())
+    return next(found, len(window))
+
+
+@given(text=st.text("ab \n\t\u3000", min_size=1, max_size=60))
+def test_boundary_is_the_last_place_to_cut(text: str) -> None:
+    assert sources._boundary(text) == slow_boundary(text)
+
+
+def test_long_runs_of_blanks_are_passed_at_once() -> None:
+    start = time.monotonic()
+    assert sources._boundary("a" + " " * 2_000_000) == 1
+    assert time.monotonic() - start < 5  # 30 s where each blank was searched for
 
 
 @given(text=st.text("ab1.' \n\té\u3000\x1c", min_size=20, max_size=120))

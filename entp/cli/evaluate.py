@@ -71,17 +71,22 @@ def evaluate_command(args: list[str]) -> int:
         run = run_on(run, other.with_data(options.data))
     check_slices(run.task, options.by)
     found = _measure(model, run, options, device)
+    count = _count(run, found["model"])
     if options.json:
         told = {} if on is None else {"task": run.task.name, "caveats": _caveats(run, on)}
-        print(json.dumps({**_as_json(folder, options, found), **told}))
+        print(json.dumps({**_as_json(folder, options, found), "n": count, **told}))
     else:
-        print(
-            f"{run.task.name}, mode {run.mode}, {found['model'].sequences} sequences of "
-            f"{options.split}"
-        )
+        what = "items" if run.task.only_tests else "sequences"
+        print(f"{run.task.name}, mode {run.mode}, {count} {what} of {options.split}")
         print("\n\n".join(_tables(name, totals, options.by) for name, totals in found.items()))
         print("".join(f"\n{told}" for told in _caveats(run, on)), end="\n" if on else "")
     return 0
+
+
+def _count(run: Run, totals: Totals) -> int:
+    """Sequences, or items of a task whose sequences are the options of each."""
+    first = run.task.metrics[0].name
+    return round(totals.all[first].w) if run.task.only_tests else totals.sequences
 
 
 def _caveats(run: Run, on: str | None) -> list[str]:

@@ -81,14 +81,17 @@ def test_whole_task_is_measured_with_the_tokens_and_length_of_the_run(
     )
     assert found["accuracy"] == totals.value("accuracy")
     assert found["bits_per_byte"] == pytest.approx(totals.value("bits_per_byte"), rel=1e-6)
-    assert (found["task"], found["n"], found["caveats"]) == ("winogrande", 6, [])
+    assert (found["task"], found["n"], found["caveats"]) == ("winogrande", 3, [])  # items
 
 
 def test_options_of_the_task_and_of_the_command_hold(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert values("evaluate model --on winogrande --on.items tiny", capsys)["n"] == 2
-    assert values("evaluate model --on=winogrande --batches 1", capsys)["n"] == 4
+    assert values("evaluate model --on winogrande --on.items tiny", capsys)["n"] == 1
+    assert values("evaluate model --on=winogrande --batches 1", capsys)["n"] == 2
+    assert "winogrande, mode entp, 3 items of test\n" in told(
+        "evaluate model --on winogrande", capsys
+    )
     cut = told("evaluate model --on winogrande --on.block 8 --baselines", capsys)
     assert "4 of 6 requests are longer than 8 tokens and were cut left." in cut
     assert "2 of 6 continuations are longer than 8 tokens and were scored in windows" in cut

@@ -23,6 +23,7 @@ RECIPES: dict[str, str] = {
     "icl-depth": "entp.experiments.recipes.icl_depth:RECIPE",
     "icl-shift": "entp.experiments.recipes.icl_shift:RECIPE",
     "openwebtext": "entp.experiments.recipes.text:RECIPE",
+    "text-equal": "entp.experiments.recipes.text:EQUAL_RECIPE",
     "text-targets": "entp.experiments.recipes.text:TARGETS_RECIPE",
     "text-rates": "entp.experiments.recipes.text:RATES_RECIPE",
     "text-tuned": "entp.experiments.recipes.text:TUNED_RECIPE",

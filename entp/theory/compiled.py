@@ -33,48 +33,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from entp.config import ModelConfig
 from entp.errors import InputError
-from entp.model import Block, Transformer
-
-Form = dict[str, float]
-"""A linear form over registers, "1" being the constant: {"N": 2.0, "1": -1.0} is 2 n - 1."""
+from entp.model import Transformer
+from entp.theory.weights import SHARP, Form, Head, Layer, Unit, build, clear, where_positive
 
 BLOCKS, HEADS = 4, 2
-SHARP = 60.0
-"""Score by which the right key of a lookup beats the next: others weigh less than exp(-60)."""
 LEAST_MARGIN = 30
-
-
-@dataclass(frozen=True)
-class Head:
-    """An attention head: a score is a sum of products (query form) x (key form)."""
-
-    scores: list[tuple[Form, Form]]
-    values: dict[str, Form]
-    """What is added to each register."""
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A hidden unit of an MLP: ReLU of a form, added to registers with these weights."""
-
-    form: Form
-    out: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A block: heads, then units."""
-
-    heads: list[Head] = field(default_factory=list)
-    units: list[Unit] = field(default_factory=list)
 
 
 def count3(n_max: int = 64, ratio: int = 1) -> Transformer:
@@ -87,26 +55,14 @@ def count3(n_max: int = 64, ratio: int = 1) -> Transformer:
         raise InputError(f"n_max is {n_max} and ratio {ratio}: both must be at least 1.")
     registers = _registers(ratio)
     layers = _program(n_max, ratio)
-    needed = max([len(set(registers.values())), *(-(-len(layer.units) // 4) for layer in layers)])
-    config = ModelConfig(
-        vocab=n_max,
-        context_length=n_max,
-        layers=BLOCKS,
+    number = torch.arange(n_max)
+    return build(
+        registers,
+        layers,
         heads=HEADS,
-        width=needed + needed % HEADS,
-        norm="none",
-        activation="relu",
-        position_embedding="given",
-        attention_scale="one",
+        tokens={"X": number, "X2": number**2},
+        positions={"J": number, "J2": number**2, "FIRST": number == 0},
     )
-    model = Transformer(config).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        _write_tables(model, registers)
-        for block, layer in zip(model.blocks, layers, strict=True):
-            _write_block(block, layer, registers)  # type: ignore[arg-type]
-    return model.eval()
 
 
 @torch.no_grad()
@@ -151,7 +107,7 @@ def _program(n_max: int, ratio: int) -> list[Layer]:
     floor = Head([(near, {"J": 1.0}), ({"1": -sharp}, {"J2": 1.0})], {"T": {"J": 1.0}})
     return [
         Layer([last, first], [*_partners(n_max, ratio), *_keys(n_max, ratio)]),
-        Layer([_count(n_max, ratio)], [*_match_at_first(ratio), *_clear("A", "K2", "KS")]),
+        Layer([_count(n_max, ratio)], [*_match_at_first(ratio), *clear("A", "K2", "KS")]),
         Layer([mean]),
         Layer([floor], _remainder(n_max)),
     ]
@@ -162,9 +118,9 @@ def _partners(n_max: int, ratio: int) -> Iterable[Unit]:
     s = {"X": 1.0, "L": 1.0}
     for t in range(2 * ratio):
         over = {**s, "N": -float(t)}
-        yield from _where_positive(over, {"1": 1.0}, {"K2": 2.0 * t + 1}, 2 * n_max)
-        yield from _where_positive(over, s, {"KS": 1.0}, 2 * n_max)
-        yield from _where_positive(over, {"N": 1.0}, {"A": 1.0}, 2 * n_max)
+        yield from where_positive(over, {"1": 1.0}, {"K2": 2.0 * t + 1}, 2 * n_max)
+        yield from where_positive(over, s, {"KS": 1.0}, 2 * n_max)
+        yield from where_positive(over, {"N": 1.0}, {"A": 1.0}, 2 * n_max)
     yield from (Unit({name: 1.0}, {"A": -1.0}) for name in s)
 
 
@@ -175,9 +131,9 @@ def _keys(n_max: int, ratio: int) -> Iterable[Unit]:
         yield Unit({name: 1.0, "FIRST": -shut}, {out: 1.0})
     for t in range(1, ratio):  # x >= t n
         over = {"X": 1.0, "N": -float(t), "1": 1.0}
-        yield from _where_positive(over, {"1": 1.0}, {"Q2": 2.0 * t - 1}, n_max, shut)
-        yield from _where_positive(over, {"X": 1.0}, {"QX": 1.0}, n_max, shut)
-        yield from _where_positive(over, {"N": 1.0}, {"GX": -1.0}, n_max, shut)
+        yield from where_positive(over, {"1": 1.0}, {"Q2": 2.0 * t - 1}, n_max, shut)
+        yield from where_positive(over, {"X": 1.0}, {"QX": 1.0}, n_max, shut)
+        yield from where_positive(over, {"N": 1.0}, {"GX": -1.0}, n_max, shut)
     if ratio > 1:
         for name, out in (("N", "SN"), ("N2", "SN2")):
             yield Unit({name: 1.0, "FIRST": shut, "1": -shut}, {out: 1.0})
@@ -226,59 +182,5 @@ def _remainder(n_max: int) -> list[Unit]:
         Unit(whole, {"X": -2 * sharp}),
         Unit({**whole, "1": -steep - 1}, {"X": 2 * sharp}),
         Unit({"NINV": 1.0}, {"X2": -sharp}),
-        *_clear("X", "X2"),
+        *clear("X", "X2"),
     ]
-
-
-def _where_positive(
-    e: Form, height: Form, out: dict[str, float], most: float, shut: float = 0.0
-) -> Iterable[Unit]:
-    """height [e > 0] for integers e and 0 <= height <= most; nothing in row 0 if `shut`."""
-    steep = {name: 2 * most * weight for name, weight in e.items()}
-    steep["1"] = steep.get("1", 0.0) - most
-    steep["FIRST"] = -2 * most * shut
-    yield Unit(steep, out)
-    lower = {name: steep.get(name, 0.0) - height.get(name, 0.0) for name in steep | height}
-    yield Unit(lower, {name: -weight for name, weight in out.items()})
-
-
-def _clear(*names: str) -> list[Unit]:
-    """Registers that are not negative, set to 0."""
-    return [Unit({name: 1.0}, {name: -1.0}) for name in names]
-
-
-def _write_tables(model: Transformer, at: dict[str, int]) -> None:
-    """Tokens carry v and v^2; positions carry j, j^2 and [j = 0]."""
-    count, width = model.positions.shape
-    number = torch.arange(count, dtype=torch.float64)
-    table = torch.zeros(count, width, dtype=torch.float64)
-    table[:, at["J"]], table[:, at["J2"]], table[0, at["FIRST"]] = number, number**2, 1.0
-    model.set_positions(table)
-    assert model.tokens is not None
-    model.tokens.weight[:, at["X"]], model.tokens.weight[:, at["X2"]] = number, number**2
-
-
-def _write_block(block: Block, layer: Layer, at: dict[str, int]) -> None:
-    """Heads and units as the block's matrices."""
-    width = block.proj.weight.shape[0]
-    size = width // block.heads
-    for number, head in enumerate(layer.heads):
-        for e, (query, key) in enumerate(head.scores):
-            _write_form(block.qkv, number * size + e, query, at)
-            _write_form(block.qkv, width + number * size + e, key, at)
-        for e, (register, value) in enumerate(head.values.items()):
-            _write_form(block.qkv, 2 * width + number * size + e, value, at)
-            block.proj.weight[at[register], number * size + e] = 1.0
-    for number, unit in enumerate(layer.units):
-        _write_form(block.fc, number, unit.form, at)
-        for register, weight in unit.out.items():
-            block.out.weight[at[register], number] += weight
-
-
-def _write_form(linear: torch.nn.Linear, row: int, form: Form, at: dict[str, int]) -> None:
-    weight: Tensor = linear.weight
-    for name, factor in form.items():
-        if name == "1":
-            linear.bias[row] += factor
-        else:
-            weight[row, at[name]] += factor

@@ -91,7 +91,7 @@ def _draw_products(
 ) -> None:
     """Time times space over n^2 against n: flat for the read-only algorithms, falling for the
     others."""
-    for name, marker in zip((*read_only, *other), "sDov^*", strict=True):
+    for name, marker in zip((*read_only, *other), "sDov^*P", strict=True):
         found = select(result["rows"], name)
         label = f"{name}, s = root of n" if name == "blocked" else name
         style = "-" if name in read_only else "--"

@@ -9,11 +9,12 @@ Count3(x_1..x_n) = |{(i, j) in [n]^2 : x_i + x_j + x_n = 0 mod n}| mod n    (pap
     in_place    overwrites x       O(n log n)      0           the input, which it sorts
     RunningTable                   n + 1           0           n counters, one changed per token
     AppendOnlyTable                O(n log n)      O(log n)    the same, nothing ever overwritten
+    CellPerToken                   5n + O(log n)   1           one cell a token, never overwritten
 
 The first three only read x. `blocked` with s = sqrt n takes neither n^2 steps nor n counters, so it
 is outside both branches of Conjecture con:ts2; its steps times its counters are still about 2n^2.
-The last three show what that product rests on: x may not be overwritten, and nothing may be kept
-from shorter lengths. (The two tables' lines hold for values below n.)
+The last four show what that product rests on: x may not be overwritten, and nothing may be kept
+from shorter lengths. (The three tables' lines hold for values below n.)
 
 A step is one turn of an inner loop: it reads one x_i, does O(1) arithmetic modulo n, and touches at
 most one counter. A pass over x is written as a few numpy operations and counts n steps, one for
@@ -318,6 +319,58 @@ class AppendOnlyTable(RunningTable):
 
     def _cells(self) -> int:
         return len(self.count) - 1
+
+
+class CellPerToken(RunningTable):
+    """The running table as one cell a token, never overwritten: the k-th v is the cell (v, k).
+
+    A cell holds only its address, and is found by it, as a decoder's key is. How often v has come
+    is found by doubling and bisection in k, a step for each probe: max(1, 2 bit_length(h)) probes
+    for a count of h, which is at most 1 + 3h/2. An answer finds every count twice, as h(v) and as
+    h(c - v), in at most 2 values + 3n steps. Adding x_n takes O(log n) probes and one cell.
+    """
+
+    def count3(self) -> Counted:
+        """Count3 of the tokens so far; its steps include those that added the last one."""
+        _, n, last = _read(self.x)
+        meter, count = replace(self.arrival), 0
+        for residue in range(min(n, self.values)):
+            here = self._of_residue(residue, n, meter)
+            count += here * self._of_residue(-(residue + last) % n, n, meter)
+        return meter.counted(count, n, shared=self._cells() - meter.live)
+
+    def _of_residue(self, residue: int, n: int, meter: Meter) -> int:
+        """How many tokens are this modulo n."""
+        return sum(self._times(value, meter) for value in range(residue, self.values, n))
+
+    def _times(self, value: int, meter: Meter) -> int:
+        """How often a raw value has come: the last k whose cell is there."""
+        there, above = 0, 1
+        while self._is_there(value, above, meter):
+            there, above = above, 2 * above
+        while above - there > 1:
+            middle = (there + above) // 2
+            if self._is_there(value, middle, meter):
+                there = middle
+            else:
+                above = middle
+        return there
+
+    def _is_there(self, value: int, k: int, meter: Meter) -> bool:
+        meter.step()
+        return (value, k) in self.written
+
+    def _make(self) -> None:
+        self.written: set[tuple[int, int]] = set()
+
+    def _add(self, value: int) -> None:
+        cell = (value, self._times(value, self.arrival) + 1)
+        self.arrival.step()
+        self.arrival.allocate()
+        self.written.add(cell)
+
+    def _cells(self) -> int:
+        return len(self.written)
 
 
 def _read(x: Sequence[int] | np.ndarray) -> tuple[np.ndarray, int, int]:

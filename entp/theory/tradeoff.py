@@ -27,7 +27,7 @@ from entp.theory.count3_algorithms import Counted
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 READ_ONLY = ("quadratic", "linear", "blocked")
 """Algorithms that only read x and keep nothing from shorter lengths."""
-OTHER = ("in place", "running table", "append-only table")
+OTHER = ("in place", "running table", "append-only table", "one cell a token")
 """Algorithms that overwrite x, or keep something from shorter lengths."""
 
 
@@ -90,6 +90,7 @@ def _runs(x: np.ndarray) -> Iterator[tuple[str, int | None, Counted]]:
     for name, make in (
         ("running table", algorithms.RunningTable),
         ("append-only table", algorithms.AppendOnlyTable),
+        ("one cell a token", algorithms.CellPerToken),
     ):
         table = make(len(x))
         table.extend(x)

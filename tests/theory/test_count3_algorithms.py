@@ -21,6 +21,7 @@ from entp.report import tradeoff as figures
 from entp.theory import tradeoff
 from entp.theory.count3_algorithms import (
     AppendOnlyTable,
+    CellPerToken,
     Counted,
     Meter,
     RunningTable,
@@ -35,7 +36,7 @@ from entp.theory.count3_algorithms import (
 
 LENGTHS = [64, 128, 256, 512, 1024, 2048, 4096]
 sequences = st.lists(st.integers(0, 2**40), min_size=1, max_size=64)
-tables = pytest.mark.parametrize("make", [RunningTable, AppendOnlyTable])
+tables = pytest.mark.parametrize("make", [RunningTable, AppendOnlyTable, CellPerToken])
 
 
 def count3(x: list[int]) -> int:
@@ -157,6 +158,61 @@ def test_an_append_only_table_never_changes_a_node() -> None:
         after = list(zip(table.left, table.right, table.count, strict=True))
         assert after[: len(before)] == before
         assert len(after) - len(before) == table.count3().space == 6
+
+
+def test_a_cell_per_token_is_written_once_and_stays() -> None:
+    table, sequence = CellPerToken(32), random_sequence(64, 32).tolist()
+    for n, value in enumerate(sequence, 1):
+        before = set(table.written)
+        table.append(value)
+        assert table.written - before == {(value, sequence[:n].count(value))}
+        assert before < table.written
+        assert (table.count3().space, table.count3().shared) == (1, n - 1)
+
+
+def probes(times: int) -> int:
+    """How many a count takes: doubling finds the first power of two above it, then bisection."""
+    return max(1, 2 * times.bit_length())
+
+
+@given(st.integers(1, 12), st.data())
+def test_probes_of_one_cell_a_token_are_the_formulas(n: int, data: st.DataObject) -> None:
+    x = data.draw(st.lists(st.integers(0, n - 1), min_size=n, max_size=n))
+    table = CellPerToken(n)
+    table.extend(x)
+    counts = [x.count(value) for value in range(n)]
+    added = probes(counts[x[-1]] - 1) + 1
+    assert table.count3() == Counted(count3(x), added + 2 * sum(map(probes, counts)), 1, n - 1)
+
+
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 1000, 4096])
+@pytest.mark.parametrize("kind", ["random", "all equal", "all different", "each twice", "half"])
+def test_one_cell_a_token_takes_at_most_five_n_steps(n: int, kind: str) -> None:
+    values = np.arange(n)
+    kinds = {
+        "random": random_sequence(n, n),
+        "all equal": np.full(n, n // 2),
+        "all different": values,
+        "each twice": values // 2,
+        "half": np.where(values % 2, values, n // 3),
+    }
+    table = CellPerToken(n)
+    table.extend(kinds[kind])
+    counted = table.count3()
+    assert counted.value == linear(kinds[kind]).value
+    assert (counted.space, counted.shared) == (1, n - 1)
+    assert counted.time <= 5 * n + 2 * math.log2(n) + 3
+    if kind == "each twice" and n % 2 == 0:
+        assert counted.time >= 5 * n  # the bound is reached
+
+
+@pytest.mark.parametrize("values", [1, 5, 40, 500])
+def test_one_cell_a_token_for_values_that_are_not_n(values: int) -> None:
+    """At most 2 values + 3 n steps, besides those of adding x_n."""
+    table = CellPerToken(values)
+    for n, value in enumerate(random_sequence(40, values).tolist(), 1):
+        table.append(value)
+        assert table.count3().time <= 2 * max(n, values) + 3 * n + 2 * math.log2(n) + 3
 
 
 def test_a_running_table_beats_n_squared_for_values_far_above_n() -> None:
@@ -313,7 +369,7 @@ def test_what_the_figure_shows(result: dict[str, Any]) -> None:
         "(i) time n^2 = 65,536",
         "(ii) space n = 256",
     }
-    assert len(products.get_lines()) == 6
+    assert len(products.get_lines()) == 7
     assert products.get_xlabel() == "n (tokens, log)"
 
 

@@ -61,19 +61,66 @@ def _two_attentions(layers: int, width: int, query_key: float) -> Transformer:
     config = _theorem_config(
         width, layers=layers, heads=1, activation="relu", norm="none", position_embedding="none"
     )
-    # Weights are drawn, only to be overwritten: the caller's draws must not move.
-    with torch.random.fork_rng(devices=[]):
-        model = Transformer(config).double()
-    eye = torch.eye(width, dtype=torch.float64)
-    for p in model.parameters():
-        p.zero_()
+    model, eye = _zero(config), torch.eye(width, dtype=torch.float64)
     for linear in (model.read_in, model.head):
         assert linear is not None
         linear.weight.copy_(eye)
     for block in _blocks(model)[:2]:
         block.qkv.weight.copy_(torch.cat([query_key * eye, query_key * eye, eye]))
         block.proj.weight.copy_(eye)
-    return model.requires_grad_(False)
+    return model
+
+
+def _zero(config: ModelConfig) -> Transformer:
+    """A float64 model whose weights are all 0, to be set; the caller's draws do not move."""
+    with torch.random.fork_rng(devices=[]):
+        model = Transformer(config).double().requires_grad_(False)
+    for p in model.parameters():
+        p.zero_()
+    return model
+
+
+@torch.no_grad()
+def wider_encoder(length: int, width: int = 1) -> Transformer:
+    """The encoder of one layer and width D + N that equals D~ on sequences of at most N vectors.
+
+    D~ is x -> C x with C = (I + M)², M the mean of x_1..x_n. Row n of (C - I) / 3 is positive and
+    sums to 1, so it is a softmax of its logarithms: an output is x_n plus attention to the values
+    3 x_i. Positions are one-hot in N dimensions of their own, where no input makes up for p1 - p2.
+    """
+    for name, got in (("length", length), ("width", width)):
+        if got < 1:
+            raise InputError(f"{name} is {got}: it must be at least 1.")
+    sizes = {"layers": 1, "heads": 1, "input_dim": width, "outputs": width}
+    config = _theorem_config(
+        width + length,
+        activation="relu",
+        norm="none",
+        position_embedding="given",
+        context_length=length,
+        **sizes,
+    )
+    model = _zero(config)
+    assert model.read_in is not None
+    assert model.head is not None
+    model.read_in.weight[:width] = torch.eye(width)
+    model.head.weight[:, :width] = torch.eye(width)
+    model.set_positions(torch.eye(length, width + length).roll(width, 1))
+    (block,) = _blocks(model)
+    query, key, value = block.qkv.weight.unflatten(0, (3, -1)).unbind(0)
+    query[width:, width:] = _scores_of_the_decoder(length).T
+    key[width:, width:] = torch.eye(length)
+    value[:width, :width] = 3 * torch.eye(width)
+    block.proj.weight.copy_(torch.eye(width + length))
+    return model
+
+
+def _scores_of_the_decoder(length: int) -> Tensor:
+    """ln((C - I) / 3), (N, N); 0 for the keys after a query, which it never meets."""
+    numbers = torch.arange(1, length + 1, dtype=torch.float64)
+    layer = torch.eye(length) + (torch.ones(length, length) / numbers[:, None]).tril()
+    others = (layer @ layer - torch.eye(length)) / 3
+    return torch.where(others > 0, others, 1.0).log()
 
 
 def random_transformer(seed: int, *, width: int = 8, **config: Any) -> Transformer:
@@ -250,11 +297,26 @@ def collapses_for_any_encoder(model: Transformer, seed: int = 0) -> Finding:
     )
 
 
+@torch.no_grad()
+def equals_a_wider_encoder(length: int, width: int = 1, seed: int = 0) -> Finding:
+    """D~ is an encoder of one layer if the width may be D + N: equal at every n <= N."""
+    x = _draw(seed, length, width)[None]
+    decoder = decoder_beyond_encoders(2, width)(x, "decoder")
+    difference = _apart(wider_encoder(length, width)(x, "entp"), decoder)
+    return Finding(
+        f"a one-layer encoder of width {width} + {length} says what D~ says",
+        difference <= TOLERANCE,
+        {"difference": difference},
+    )
+
+
 # An encoder that is no decoder
 
 
 def encoder_beta(x_2: Tensor) -> float:
-    """The β of T_E~(0, x2) = (0, β x2), by formula; it lies in [5/2, 4).
+    """The β of T_E~(0, x2) = (0, β x2), by formula; it lies in (5/2, 4) for x2 != 0.
+
+    Rounding reaches both ends: 5/2 for |x2| of 1e-8, 4 from |x2| = 6.5 on.
 
     With s = |x2|², layer 1 gives x2 / 2 and (1 + u) x2 for u = sigmoid(s). In layer 2 the second
     position's scores of these two are (1 + u) s / 2 and (1 + u)² s, so it gives the second the

@@ -20,12 +20,14 @@ from entp.theory.constructions import (
     decoder_is_causal,
     encoder_beta,
     encoder_beyond_decoders,
+    equals_a_wider_encoder,
     exact_decoder,
     exact_outputs,
     one_layer_is_one_function,
     order_matters,
     random_transformer,
     repeats_for_any_decoder,
+    wider_encoder,
 )
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -280,6 +282,33 @@ def test_order_matters_to_encoders_with_different_positions() -> None:
         order_matters(model)
 
 
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("length", [1, 2, 8, 32, 64])
+def test_a_wider_encoder_of_one_layer_equals_the_decoder(length: int, width: int) -> None:
+    model = wider_encoder(length, width)
+    assert (model.config.layers, model.config.width) == (1, width + length)
+    found = equals_a_wider_encoder(length, width, seed=width)
+    assert found.holds
+    assert found.numbers["difference"] <= 5e-15
+    x = random_inputs(model, 1, length, seed=length)
+    torch.testing.assert_close(
+        causal_model(model, x, "entp"), model(x, "decoder"), **CLOSE
+    )  # one layer
+    twice = decoder_beyond_encoders(5, width)(x, "decoder")
+    torch.testing.assert_close(model(x, "entp"), twice, rtol=1e-14, atol=1e-14)
+
+
+def test_the_theorems_step_does_not_reach_a_wider_encoder() -> None:
+    """Its positions are not in the space of its inputs: nothing makes up for p1 - p2."""
+    with pytest.raises(InputError, match="no two inputs of this model make up for p1 - p2"):
+        collapses_for_any_encoder(wider_encoder(4, 2))
+    with pytest.raises(InputError, match="sequences of 5 tokens do not fit"):
+        wider_encoder(4, 2)(torch.zeros(1, 5, 2, dtype=torch.float64))
+    for sizes, message in (((0, 1), "length is 0"), ((3, 0), "width is 0")):
+        with pytest.raises(InputError, match=message):
+            wider_encoder(*sizes)
+
+
 # An encoder that is no decoder
 
 
@@ -310,6 +339,9 @@ def test_beta_goes_from_five_halves_to_four() -> None:
     assert betas == sorted(betas)
     assert betas[0] == 2.5
     assert betas[-1] == pytest.approx(4, abs=1e-6)
+    assert all(2.5 < beta < 4 for beta in betas[1:])
+    # Strictly between for every x2 != 0, but not in floats.
+    assert [encoder_beta(torch.tensor([r])) for r in (1e-8, 6.5)] == [2.5, 4.0]
 
 
 @seeds

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -62,6 +62,20 @@ def test_another_verdict_is_a_fault(
     assert report(found).endswith("NOT as docs/theory.md says: thm:odd")
     assert main(["theory"]) == 1
     assert "NOT as docs/theory.md says: thm:odd" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "fault", [{"time": 1}, {"space": 65}, {"correct": False}], ids=["time", "space", "wrong"]
+)
+def test_one_run_that_is_not_the_formula_refutes_nothing(
+    monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any]
+) -> None:
+    (conjecture,) = [s for s in STATEMENTS if s.label == "con:ts2"]
+    result = tradeoff.measure((64, 90))
+    monkeypatch.setattr(statements, "_tradeoff", lambda: result)
+    assert conjecture.check().verdict == conjecture.expected == "refuted"
+    next(row for row in result["rows"] if row["s"] == 8).update(fault)
+    assert conjecture.check().verdict == "not refuted"
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

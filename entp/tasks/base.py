@@ -323,6 +323,7 @@ TASKS: dict[str, str] = {
     "match3": "entp.tasks.counting:Match3",
     "addition": "entp.tasks.addition:Addition",
     "chase": "entp.tasks.pointers:Chase",
+    "compose": "entp.tasks.composition:Compose",
     "icl": "entp.tasks.in_context:InContext",
     "text": "entp.tasks.text:Text",
     "clutrr": "entp.tasks.clutrr:Clutrr",

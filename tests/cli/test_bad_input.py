@@ -136,6 +136,7 @@ OTHER_TASKS = [
     ("train match3 --task.modulus 100000000000000000000", r"task\.modulus is 10+: it must be at"),
     ("train addition --task.split-seed -1", r"task\.split_seed is -1: it must be at least 0"),
     ("train chase --task.hops 17", r"task\.hops is 17: on a cycle of 32 nodes at most 16"),
+    ("train compose --task.size 1", r"task\.size 1 at least 2"),
 ]
 
 

@@ -19,6 +19,7 @@ from entp.config import (
 )
 from entp.config.json import run_to_json
 from entp.tasks.addition import Addition
+from entp.tasks.composition import Compose
 from entp.tasks.counting import Count2, Count3, Match3
 from entp.tasks.pointers import Chase
 
@@ -84,6 +85,7 @@ RUNS = {
     "match3": MATCH3,
     "addition": Run(Addition(), model_for(Addition())),
     "chase": Run(Chase(), model_for(Chase()), mode="prefix-lm"),
+    "compose": Run(Compose(order="last-to-first"), model_for(Compose())),
 }
 
 

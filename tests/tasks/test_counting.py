@@ -18,6 +18,7 @@ from entp import InputError
 from entp.tasks import IGNORE, Task, task_class
 from entp.tasks.addition import Addition
 from entp.tasks.base import read_prompt, task_name
+from entp.tasks.composition import Compose
 from entp.tasks.counting import Count2, Count3, Match3
 from entp.tasks.pointers import Chase
 
@@ -49,7 +50,7 @@ def match3(x: list[int], modulus: int) -> int:
 RULES = {Count3: count3, Count2: count2}
 counting = st.sampled_from([Count3, Count2])
 seeds = st.integers(0, 2**31)
-TASKS: list[Task] = [Count3(), Count2(), Match3(), Addition(), Chase()]
+TASKS: list[Task] = [Count3(), Count2(), Match3(), Addition(), Chase(), Compose()]
 tasks = pytest.mark.parametrize("task", TASKS, ids=[task.name for task in TASKS])
 
 
@@ -249,6 +250,7 @@ def test_match3_refuses_sizes(sizes: dict[str, int]) -> None:
         ("match3", Match3),
         ("addition", Addition),
         ("chase", Chase),
+        ("compose", Compose),
     ],
 )
 def test_task_is_found_by_name(name: str, cls: type[Task]) -> None:

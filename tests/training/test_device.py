@@ -15,6 +15,7 @@ from small_runs import new_stepper, small_run
 from entp.config import CurriculumConfig, EmaConfig, RandomTargetsConfig, Run, model_for
 from entp.tasks.addition import Addition
 from entp.tasks.base import Task
+from entp.tasks.composition import Compose
 from entp.tasks.in_context import InContext
 from entp.tasks.pointers import Chase
 from entp.training.gradients import gradients
@@ -25,6 +26,7 @@ TASKS: dict[str, Task] = {
     "abacus": Addition(digits=2, train_examples=50, positions="abacus", operands="reversed"),
     "vectors": InContext(dim=3, points=5, curriculum_steps=0),
     "chase": Chase(nodes=4, hops=2),
+    "compose": Compose(tables=2, choices=2, size=3),
 }
 MODELS: dict[str, dict[str, Any]] = {
     "rotary": {"position_embedding": "rotary"},

@@ -4,6 +4,7 @@
     # x_i < 4 n: the paper's experiments, values up to 63 from n = 16 on
     model = count3(n_max=64, ratio=4)
     model(tokens, mode="entp")           # or save it, load it, generate with it
+    numbers(count3(64, number=True), x)  # the count itself, from a register of a fifth block
 
 A lemma of the paper (lem:enc-bound) says that a fixed encoder exists; these are its weights. With
 l = x_n, s_i = x_i + l and kappa_i = ceil(s_i / n), the partner that row i looks for is
@@ -18,6 +19,7 @@ a_i = kappa_i n - s_i, one of 0..n-1.
     block 4   attention: t = floor(W), by looking up the position nearest to W - 1/2 + 1/(2n)
               MLP: f = W - t, 0 where that is 1. The output's logits are
               2 v f - v^2 / n = (2 v r - v^2) / n, r = count mod n
+    block 5   with `number`: the position r, looked up with the same scores, is written into R
 
 Three ideas keep it small. **A sink makes softmax count**: if row 0 scores S more than a match and
 has value 0, the weights of matches are exp(-S) each, so exp(S) times the attended value is their
@@ -45,23 +47,23 @@ BLOCKS, HEADS = 4, 2
 LEAST_MARGIN = 30
 
 
-def count3(n_max: int = 64, ratio: int = 1) -> Transformer:
+def count3(n_max: int = 64, ratio: int = 1, number: bool = False) -> Transformer:
     """A float64 Transformer that computes Count3 in mode entp, for n <= n_max and x_i < ratio n.
 
     Token ids go from 0 to n_max - 1. Layers and width do not depend on n_max; the width grows with
-    ratio.
+    ratio. number: a fifth block writes the answer into a register of the last row, see `numbers`.
     """
     if n_max < 1 or ratio < 1:
         raise InputError(f"n_max is {n_max} and ratio {ratio}: both must be at least 1.")
     registers = _registers(ratio)
-    layers = _program(n_max, ratio)
-    number = torch.arange(n_max)
+    layers = _program(n_max, ratio) + ([_number()] if number else [])
+    row = torch.arange(n_max)
     return build(
         registers,
         layers,
         heads=HEADS,
-        tokens={"X": number, "X2": number**2},
-        positions={"J": number, "J2": number**2, "FIRST": number == 0},
+        tokens={"X": row, "X2": row**2},
+        positions={"J": row, "J2": row**2, "FIRST": row == 0},
     )
 
 
@@ -71,8 +73,14 @@ def answers(model: Transformer, x: np.ndarray, mode: str = "entp") -> np.ndarray
     return model(torch.from_numpy(x), mode=mode, at=[x.shape[1] - 1])[:, 0].argmax(-1).numpy()
 
 
+@torch.no_grad()
+def numbers(model: Transformer, x: np.ndarray) -> np.ndarray:
+    """Register R of the last row after each whole row of x (batch, n); count3 needs `number`."""
+    return model.encode(torch.from_numpy(x))[:, -1, _registers(1)["R"]].numpy()
+
+
 def _registers(ratio: int) -> dict[str, int]:
-    """Which dimension of the stream holds what; MEAN, NINV and T reuse what block 2 has cleared.
+    """Which dimension of the stream holds what; MEAN, NINV, T and R reuse what has been cleared.
 
     X, X2: the token and its square; in the end what the tied readout needs. J, J2, FIRST: position,
     its square, [j = 0]. L, L2, N, N2, X0: fetched by block 1. A, K2, KS: a, kappa^2, kappa s. GX,
@@ -86,6 +94,7 @@ def _registers(ratio: int) -> dict[str, int]:
         names += ["QX", "Q2", "SN", "SN2"]
     registers = {name: number for number, name in enumerate(names)}
     registers |= {"MEAN": registers["A"], "NINV": registers["K2"], "T": registers["KS"]}
+    registers["R"] = registers["T"]
     if ratio == 1:
         registers |= {"SN": registers["N"], "SN2": registers["N2"]}
     return registers
@@ -102,14 +111,11 @@ def _program(n_max: int, ratio: int) -> list[Layer]:
     last = Head([({"1": SHARP}, {"J": 1.0})], fetched)
     first = Head([({"1": -SHARP}, {"J": 1.0})], {"X0": {"X": 1.0}})
     mean = Head([], {"MEAN": {"W": 1.0}, "NINV": {"FIRST": 1.0}})
-    sharp = SHARP * n_max
-    near = {"MEAN": 2 * sharp, "1": -sharp, "NINV": sharp}
-    floor = Head([(near, {"J": 1.0}), ({"1": -sharp}, {"J2": 1.0})], {"T": {"J": 1.0}})
     return [
         Layer([last, first], [*_partners(n_max, ratio), *_keys(n_max, ratio)]),
         Layer([_count(n_max, ratio)], [*_match_at_first(ratio), *clear("A", "K2", "KS")]),
         Layer([mean]),
-        Layer([floor], _remainder(n_max)),
+        Layer([floor_of_mean(n_max)], remainder(n_max)),
     ]
 
 
@@ -172,7 +178,15 @@ def _match_at_first(ratio: int) -> Iterable[Unit]:
             yield Unit({"X0": 1.0, "A": -1.0, "N": -float(t), "1": shift}, {"W": weight})
 
 
-def _remainder(n_max: int) -> list[Unit]:
+def floor_of_mean(n_max: int) -> Head:
+    """T = floor of MEAN = count / n, n - 1 if that is n: the position nearest to it less 1/2 and
+    more 1 / (2n)."""
+    sharp = SHARP * n_max
+    near = {"MEAN": 2 * sharp, "1": -sharp, "NINV": sharp}
+    return Head([(near, {"J": 1.0}), ({"1": -sharp}, {"J2": 1.0})], {"T": {"J": 1.0}})
+
+
+def remainder(n_max: int) -> list[Unit]:
     """X = 2 C f and X2 = -C / n, with f = W - t, or 0 if that is 1, for the tied readout."""
     sharp, steep = SHARP * n_max, 4.0 * n_max
     whole = {"MEAN": steep, "T": -steep, "NINV": steep / 2, "1": -steep}
@@ -182,5 +196,10 @@ def _remainder(n_max: int) -> list[Unit]:
         Unit(whole, {"X": -2 * sharp}),
         Unit({**whole, "1": -steep - 1}, {"X": 2 * sharp}),
         Unit({"NINV": 1.0}, {"X2": -sharp}),
-        *clear("X", "X2"),
+        *clear("X", "X2", "T"),
     ]
+
+
+def _number() -> Layer:
+    """R = r, the position that the output's logits are largest for."""
+    return Layer([Head([({"X": 1.0}, {"J": 1.0}), ({"X2": 1.0}, {"J2": 1.0})], {"R": {"J": 1.0}})])

@@ -17,7 +17,7 @@ from entp.model import Transformer
 from entp.tasks.base import IGNORE
 from entp.tasks.counting import Count3, count3_next
 from entp.theory import compiled
-from entp.theory.compiled import BLOCKS, answers, count3
+from entp.theory.compiled import BLOCKS, answers, count3, numbers
 from entp.training.checkpoint import load_run, save_model
 from entp.training.evaluate import evaluate, split_batches
 from entp.training.forward import Forward
@@ -44,6 +44,18 @@ def test_every_short_sequence(model: Transformer, n: int) -> None:
     """3,413 sequences in all, with n <= 5 and x < n."""
     x = list(itertools.product(range(n), repeat=n))
     assert answers(model, np.array(x)).tolist() == [brute_force(row) for row in x]
+
+
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_a_fifth_block_writes_the_number_itself(ratio: int) -> None:
+    model = count3(64, ratio, number=True)
+    assert (model.config.layers, model.config.width) == (BLOCKS + 1, {1: 16, 4: 20}[ratio])
+    rng = np.random.default_rng(9)
+    for n in range(1, 65):
+        x = rng.integers(0, min(64, ratio * n), (20, n))
+        x[0] = 0
+        assert np.abs(numbers(model, x) - count3_next(x)).max() < 1e-9
+        assert np.array_equal(answers(model, x), count3_next(x))
 
 
 def test_ten_thousand_random_sequences(model: Transformer) -> None:

@@ -5,6 +5,8 @@ a sum of products (query's form) x (key's form), a unit is ReLU of a form. There
 are not scaled, positions are given, and the readout is tied to the tokens' table:
 
     model = build(registers, layers, heads=2, tokens=table, positions=table)
+
+`look_up` reads positions from registers J and J2, the position and its square.
 """
 
 from __future__ import annotations
@@ -101,6 +103,35 @@ def where_positive(
 def clear(*names: str) -> list[Unit]:
     """Registers that are not negative, set to 0."""
     return [Unit({name: 1.0}, {name: -1.0}) for name in names]
+
+
+def look_up(index: Form, values: dict[str, Form]) -> Head:
+    """Fetches from the row at a position; from the last row there is, if it comes later."""
+    query = {name: 2 * SHARP * weight for name, weight in index.items()}
+    return Head([(query, {"J": 1.0}), ({"1": -SHARP}, {"J2": 1.0})], values)
+
+
+def swap(old: str, new: str, e: Form, most: float) -> list[Unit]:
+    """old becomes new where e >= 1, for integers e and 0 <= old, new <= most."""
+    steep = {name: 2 * most * weight for name, weight in e.items()}
+    steep["1"] = steep.get("1", 0.0) - most
+    return [
+        Unit({**steep, old: steep.get(old, 0.0) - 1}, {old: 1.0}),
+        Unit({**steep, new: steep.get(new, 0.0) - 1}, {old: -1.0}),
+    ]
+
+
+def say(register: str, layer: Layer) -> Layer:
+    """The last block: of the tied readout's outputs the largest is the token in `register`.
+
+    The table of tokens must hold the token in X, its square in X2 and no more: with r in the
+    register the outputs are SHARP (2 v r - v^2).
+    """
+    loud = 2 * SHARP
+    units = [Unit(u.form, {"X": loud * u.out[register]}) for u in layer.units if register in u.out]
+    units.append(Unit({register: 1.0}, {"X": loud}))
+    units.append(Unit({"1": 1.0}, {"X2": -SHARP}))
+    return Layer(layer.heads, [*units, *clear("X", "X2")])
 
 
 def _width(layer: Layer, heads: int) -> int:

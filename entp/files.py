@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +41,19 @@ def write_file(path: Path, data: bytes) -> None:
     _sync_folder(path.parent)
 
 
-def write_folder(folder: Path, files: dict[str, bytes]) -> Path:
+def write_folder(folder: Path, files: dict[str, bytes] | Iterable[tuple[str, bytes]]) -> Path:
     """Write a folder with these files and their checksums, renamed into place when all of it is on
-    disk."""
+    disk. Files of an iterator are made and written one at a time."""
     temporary = folder.with_name(f".{folder.name}.tmp")
-    sums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    pairs = files.items() if isinstance(files, dict) else files
+    sums: dict[str, str] = {}
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        for name, data in {**files, CHECKSUMS: json.dumps(sums).encode()}.items():
+        for name, data in pairs:
+            sums[name] = hashlib.sha256(data).hexdigest()
             write_file(temporary / name, data)
+        write_file(temporary / CHECKSUMS, json.dumps(sums).encode())
         if folder.exists():
             shutil.rmtree(folder)
         os.rename(temporary, folder)

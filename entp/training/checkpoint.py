@@ -7,6 +7,7 @@
       checkpoints/step-00000200/      the last two: model.safetensors, config.json, trainer.pt
       checkpoints/best-00000150/      the best validation: model.safetensors, config.json
                                       (both with checksums.json)
+      frozen/                         weights that are not trained, if there are any
 
 A checkpoint is written into a hidden folder, flushed to disk and renamed: it is there whole or not
 at all.
@@ -32,6 +33,7 @@ from entp.errors import InputError
 from entp.files import CHECKSUMS, Damaged, parse_json, verify_folder, write_folder
 from entp.model.build import build_model
 from entp.tasks.tokens import look_into
+from entp.training.frozen import NOTE, join, verify_frozen
 from entp.training.weights import INDEX, WHOLE, read_weights, weight_files, weights_name
 
 KEEP = 2
@@ -67,12 +69,17 @@ def save_model(
 
 
 def save_checkpoint(
-    out: Path, step: int, weights: dict[str, Tensor], run: Run, trainer: dict[str, Any] | None
+    out: Path,
+    step: int,
+    weights: dict[str, Tensor],
+    run: Run,
+    trainer: dict[str, Any] | None,
+    more: dict[str, bytes] | None = None,
 ) -> Path:
     """Write checkpoints/step-N (with trainer state, removing older ones) or checkpoints/best-N
-    (without)."""
+    (without). more: what it says of the run's frozen weights, which are not among these."""
     kind = "best" if trainer is None else "step"
-    files = {**weight_files(weights), "config.json": _json_bytes(run_to_json(run))}
+    files = {**weight_files(weights), "config.json": _json_bytes(run_to_json(run)), **(more or {})}
     if trainer is not None:
         buffer = io.BytesIO()
         torch.save(trainer, buffer)
@@ -124,7 +131,9 @@ def newest(out: Path, kind: Literal["step", "best"] = "step") -> Path | None:
 
 def verify(folder: Path) -> None:
     """Raise Damaged unless every file of the checkpoint is what was written."""
-    verify_folder(folder, (weights_name(folder) or WHOLE, "config.json"), ("trainer.pt",))
+    needed = (weights_name(folder) or WHOLE, "config.json")
+    verify_folder(folder, needed, ("trainer.pt", NOTE))
+    verify_frozen(folder)
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:
@@ -141,7 +150,7 @@ def load(
     that comes with entp: a Transformer, or a model of entp.hf where the run trained one."""
     folder = find(Path(path), checkpoint)
     config = read_model(folder)
-    tensors = read_weights(folder)
+    tensors = join(folder, read_weights(folder))
     model = build_model(config)
     if any(t.dtype == torch.float64 for t in tensors.values()):
         model = model.double()

@@ -36,6 +36,7 @@ from entp.training.cuda_graph import Stepper
 from entp.training.distributed import Stop, World, join
 from entp.training.evaluate import check_targets, evaluate, split_batches
 from entp.training.forward import Forward
+from entp.training.frozen import Frozen
 from entp.training.initialise import Init, check_beginning, load_init, with_init
 from entp.training.loggers import MetricsFile, read_own_metrics
 from entp.training.loss_meter import LossMeter, check_finite
@@ -278,6 +279,7 @@ class Loop:
         self.monitor = monitored(run)
         self.batches: dict[str, list[Batch]] = {}
         self.best: dict[str, Tensor] | None = None
+        self.frozen = Frozen(state.model)
         self.mark, self.timed = time.perf_counter(), state.step
         self.saved, self.saving = time.monotonic(), 0.0
         """When the last checkpoint was there, and how long writing it took."""
@@ -397,7 +399,8 @@ class Loop:
         if is_better(run.task, self.monitor, values, state.best):
             state.best = {**values, "step": state.step}
             weights = state.measured.state_dict()
-            self.best = {name: t.detach().clone() for name, t in weights.items()}
+            kept = self.frozen.trained(weights)
+            self.best = {name: t.detach().clone() for name, t in kept.items()}
         self.progress.line(state.step, values)
         if self.metrics:
             row = {**values, "seconds": round(state.seconds, 3)}
@@ -450,8 +453,11 @@ class Loop:
         self.save_best()
         self.state.unlogged = self.meter.total, self.meter.steps
         if self.world.first:
-            weights, state = self.state.model.state_dict(), self.state
-            checkpoint.save_checkpoint(self.out, state.step, weights, self.run, state.save())
+            state, frozen = self.state, self.write_frozen()
+            weights = self.frozen.trained(state.model.state_dict())
+            checkpoint.save_checkpoint(
+                self.out, state.step, weights, self.run, state.save(), frozen
+            )
             if state.best:
                 checkpoint.keep_best(self.out, int(state.best["step"]))
         self.saved = time.monotonic()
@@ -462,8 +468,13 @@ class Loop:
         quicker than the disk."""
         if self.best is not None and self.world.first:
             step = int(self.state.best["step"])
-            checkpoint.save_checkpoint(self.out, step, self.best, self.run, None)
+            frozen = self.write_frozen()
+            checkpoint.save_checkpoint(self.out, step, self.best, self.run, None, frozen)
         self.best = None
+
+    def write_frozen(self) -> dict[str, bytes]:
+        """What checkpoints say of the weights that are not trained, which the run's folder has."""
+        return self.frozen.write(self.out, self.state.model.state_dict())
 
     def result(self, reason: str) -> Result:
         state = self.state

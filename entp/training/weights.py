@@ -35,12 +35,23 @@ def weight_files(
     dtype: of the saved weights, if not their own.
     shard_mib: no file is larger than so many MiB; None: one file.
     """
-    saved = {
-        name: t.detach().cpu().to(dtype or t.dtype).contiguous() for name, t in tensors.items()
-    }
+    saved = {name: t.detach().to(dtype or t.dtype) for name, t in tensors.items()}
     if shard_mib is None:
-        return {WHOLE: save_tensors(saved)}
-    return _shard_files(saved, int(shard_mib * 2**20))
+        return {WHOLE: _contents(saved)}
+    return dict(shards_of(saved, shard_mib))
+
+
+def shards_of(tensors: dict[str, Tensor], shard_mib: float) -> Iterator[tuple[str, bytes]]:
+    """Shards one after another, each made when it is asked for, and their index at the end."""
+    shards = _groups(tensors, int(shard_mib * 2**20))
+    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    for file, shard in zip(names, shards, strict=True):
+        yield file, _contents(shard)
+    index = {
+        "metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
+        "weight_map": {p: file for file, shard in zip(names, shards, strict=True) for p in shard},
+    }
+    yield INDEX, json_bytes(index)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -62,7 +73,12 @@ def weights_name(folder: Path) -> str | None:
     return next((name for name in (WHOLE, INDEX) if (folder / name).is_file()), None)
 
 
-def _shard_files(tensors: dict[str, Tensor], limit: int) -> dict[str, bytes]:
+def _contents(tensors: dict[str, Tensor]) -> bytes:
+    return save_tensors({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
+
+
+def _groups(tensors: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
+    """What goes into each shard."""
     shards: list[dict[str, Tensor]] = []
     room = 0
     for name, piece in _pieces(tensors, limit):
@@ -72,13 +88,7 @@ def _shard_files(tensors: dict[str, Tensor], limit: int) -> dict[str, bytes]:
             room = limit
         shards[-1][name] = piece
         room -= size
-    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    index = {
-        "metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
-        "weight_map": {p: file for file, shard in zip(names, shards, strict=True) for p in shard},
-    }
-    files = {file: save_tensors(shard) for file, shard in zip(names, shards, strict=True)}
-    return {**files, INDEX: json_bytes(index)}
+    return shards
 
 
 def _pieces(tensors: dict[str, Tensor], limit: int) -> Iterator[tuple[str, Tensor]]:
@@ -95,7 +105,7 @@ def _pieces(tensors: dict[str, Tensor], limit: int) -> Iterator[tuple[str, Tenso
                 "give a larger --shard-mib."
             )
         for part, first in enumerate(range(0, len(tensor), rows)):
-            yield f"{name}/{part}", tensor[first : first + rows].contiguous()
+            yield f"{name}/{part}", tensor[first : first + rows]
 
 
 def _join(pieces: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from entp.config import Run
+from entp.training.frozen import Frozen
 from entp.training.techniques.base import Technique
 
 if TYPE_CHECKING:
@@ -32,13 +33,15 @@ class Ema(Technique):
         return self.average
 
     def state_dict(self) -> dict[str, Any]:
-        return {"weights": self.average.state_dict()}
+        weights = self.average.state_dict()
+        return {"weights": Frozen(self.average).trained(weights)}
 
     def load_state_dict(self, saved: dict[str, Any] | None, model: Any) -> None:
         """Without a saved average it begins with the model's weights."""
         if self.average is None:
             self.average = copy.deepcopy(model)
-        self.average.load_state_dict(model.state_dict() if saved is None else saved["weights"])
+        weights = {} if saved is None else saved["weights"]
+        self.average.load_state_dict({**model.state_dict(), **weights})
 
     def survives_fork(self, old: Run, new: Run, step: int) -> bool:
         return True

@@ -27,6 +27,18 @@ def t_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, flo
     return mean - half, mean + half
 
 
+def prediction_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
+    """Student's interval for one more value like these; None for one value."""
+    if len(values) < 2:
+        return None
+    from scipy.special import stdtrit
+
+    mean, spread = statistics.fmean(values), statistics.stdev(values)
+    half = float(stdtrit(len(values) - 1, (1 + level) / 2)) * spread
+    half *= math.sqrt(1 + 1 / len(values))
+    return mean - half, mean + half
+
+
 def t_test(values: Sequence[float], mean: float) -> float | None:
     """Student's two-sided p that these values come from this mean; None for one value."""
     if len(values) < 2:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from entp import __version__
 from entp.cli.bench import bench_command
+from entp.cli.compare import compare_command
 from entp.cli.data import data_command
 from entp.cli.demo import demo_command
 from entp.cli.evaluate import evaluate_command
@@ -34,6 +35,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo_command,
     "train": train_command,
     "evaluate": evaluate_command,
+    "compare": compare_command,
     "generate": generate_command,
     "export": export_command,
     "lm-eval": lm_eval_command,

@@ -188,8 +188,13 @@ def add_metrics(blank: Record, record: Record, kept: Kept) -> Record:
 
 
 def read_folder(arm: ArmRun, root: Path) -> RunRecord | None:
-    """One seed of an arm as its folder tells it; None before its first evaluation."""
-    folder, run = find_folder(arm, root), arm.run
+    """One seed of an arm as its folder below `root` tells it; None before its first evaluation."""
+    return folder_record(arm, find_folder(arm, root))
+
+
+def folder_record(arm: ArmRun, folder: Path) -> RunRecord | None:
+    """One seed of an arm as this folder tells it; None before its first evaluation."""
+    run = arm.run
     rows = read_own_metrics(folder)
     environment = parse(Environment, read_environment(folder))
     evaluations = [row for row in rows if row["kind"] == "eval"]

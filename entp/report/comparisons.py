@@ -47,8 +47,8 @@ def versus_table(record: Record) -> TableText | None:
                 values_of(record, record.arms[one], metric.name) for one in (label, other)
             )
             if ours and theirs:
-                compared = _compared(ours, theirs, metric, paired and len(ours) == len(theirs))
-                rows.append([label, other, title(metric), *compared])
+                found = compared(ours, theirs, metric, paired and len(ours) == len(theirs))
+                rows.append([label, other, title(metric), *found])
     if not rows:
         return None
     head = ["arm", "against", "metric", "mean, sd, n", "mean, sd, n of the other"]
@@ -146,9 +146,7 @@ def _versus_pairs(record: Record) -> Iterator[tuple[str, str]]:
                 yield label, other
 
 
-def _compared(
-    ours: list[float], theirs: list[float], metric: MetricSpec, paired: bool
-) -> list[str]:
+def compared(ours: list[float], theirs: list[float], metric: MetricSpec, paired: bool) -> list[str]:
     """The spread of both, their difference with its interval, and p."""
     difference = statistics.fmean(ours) - statistics.fmean(theirs)
     interval, p = welch_interval(ours, theirs), welch_test(ours, theirs)

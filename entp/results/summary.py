@@ -144,10 +144,10 @@ def _sampling(metric: MetricSpec, seeds: list[Sums]) -> tuple[float, float] | No
     found = sum(seeds, Sums()).interval()
     if found is None:
         return None
-    return _bounded(metric, metric.shown(found[0]), metric.shown(found[1]))
+    return bounded(metric, metric.shown(found[0]), metric.shown(found[1]))
 
 
-def _bounded(metric: MetricSpec, low: float, high: float) -> tuple[float, float]:
+def bounded(metric: MetricSpec, low: float, high: float) -> tuple[float, float]:
     """An interval that ends where the metric does."""
     least, most = metric.bounds or (low, high)
     return max(low, least), min(high, most)
@@ -164,7 +164,7 @@ def _over_seeds(
     low, high = found
     if sampling is not None:
         low, high = min(low, sampling[0]), max(high, sampling[1])
-    return _bounded(metric, low, high)
+    return bounded(metric, low, high)
 
 
 def _ends(interval: tuple[float, float] | None) -> list[float] | None:

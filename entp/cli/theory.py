@@ -4,20 +4,30 @@ the exit code."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from entp.bench.options import at_least, check_out
 from entp.cli.parse import parse, part_of
+from entp.cli.theory_pointers import PointersOptions
 from entp.errors import InputError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from entp.model import Transformer
 
 LONGEST = 4096
 """Longest sequence on which compiled weights are tried."""
 MOST_RATIO = 256
 """Largest ratio of values to lengths that weights are compiled for: their width is about 4.5 times
 it."""
+LONGEST_DECODER = 128
+"""The same for decoders, whose width is about six times the length."""
+RATIO = 4
+"""Covers the paper's experiments: values up to 63, from 16 integers on."""
 ProgramName = Literal["count3", "count3-printed", "match3", "count2", "count3-cot"]
 
 
@@ -111,13 +121,16 @@ class TradeoffOptions:
 class CompiledOptions:
     """Count3 as weights set by hand: build them, try them, and save them like any checkpoint."""
 
+    mode: Literal["entp", "decoder"] = "entp"
+    """Which weights: those of an encoder, whose size does not depend on the length, or those of a
+    decoder, whose width is six times the length."""
     n_max: int = 64
     """Longest sequence, and number of tokens."""
-    ratio: int = 4
-    """Values are below ratio times the length; 4 covers the paper's experiments (up to 63, from 16
-    integers on)."""
+    ratio: int | None = None
+    """Of mode entp: values are below ratio times the length. Without it 4, which covers the paper's
+    experiments (up to 63, from 16 integers on)."""
     sequences: int = 256
-    """Random sequences to try, as an encoder and under a causal mask."""
+    """Random sequences to try: as an encoder and under a causal mask, or after every integer."""
     seed: int = 0
     """Seed of these."""
     out: Path | None = None
@@ -126,37 +139,74 @@ class CompiledOptions:
     def __post_init__(self) -> None:
         at_least(self, 1, "n_max", "ratio", "sequences")
         at_least(self, 0, "seed")
+        if self.mode == "decoder":
+            self._check_decoder()
         if self.n_max > LONGEST:
             raise InputError(
                 f"--n-max is {self.n_max}: allowed are 1 to {LONGEST}, because attention takes n² "
                 "numbers."
             )
-        if self.ratio > MOST_RATIO:
+        if self.ratio is not None and self.ratio > MOST_RATIO:
             raise InputError(
                 f"--ratio is {self.ratio}: allowed are 1 to {MOST_RATIO}, because the width grows "
                 "with it."
             )
 
+    def _check_decoder(self) -> None:
+        if self.ratio is not None:
+            raise InputError(
+                f"--ratio is {self.ratio} with --mode decoder: leave it out, because these weights "
+                "take any values below --n-max at any length."
+            )
+        if self.n_max > LONGEST_DECODER:
+            raise InputError(
+                f"--n-max is {self.n_max} with --mode decoder: allowed are 1 to {LONGEST_DECODER}, "
+                "because the width is six times that."
+            )
+
     def run(self) -> tuple[str, int]:
-        import numpy as np
-
-        from entp.tasks.counting import count3_next
         from entp.terminal import format_table
-        from entp.theory.compiled import answers, count3
 
-        model = count3(self.n_max, self.ratio)
-        rng, rows, wrong = np.random.default_rng(self.seed), [], 0
-        for n in sorted({max(1, self.n_max // 4), max(1, self.n_max // 2), self.n_max}):
-            x = rng.integers(0, min(self.n_max, self.ratio * n), (self.sequences, n))
-            want = count3_next(x)
-            right = [int((answers(model, x, mode) == want).sum()) for mode in ("entp", "decoder")]
-            wrong += self.sequences - right[0]
-            rows.append([str(n), str(x.max()), *(f"{one} of {self.sequences}" for one in right)])
+        model, head, rows, wrong = self._decoder() if self.mode == "decoder" else self._encoder()
         weights = sum(p.numel() for p in model.parameters())
         size = f"{model.config.layers} layers, width {model.config.width}, {weights} weights"
         title = f"Count3 up to n = {self.n_max}: {size}"
-        table = format_table(["n", "largest value", "right (entp)", "right (decoder)"], rows)
-        return f"{title}\n{table}{self._saved(model)}", 1 if wrong else 0
+        return f"{title}\n{format_table(head, rows)}{self._saved(model)}", 1 if wrong else 0
+
+    def _tried(self, ratio: int) -> Iterator[np.ndarray]:
+        """Random sequences of three lengths."""
+        import numpy as np
+
+        rng = np.random.default_rng(self.seed)
+        for n in sorted({max(1, self.n_max // 4), max(1, self.n_max // 2), self.n_max}):
+            yield rng.integers(0, min(self.n_max, ratio * n), (self.sequences, n))
+
+    def _encoder(self) -> tuple[Transformer, list[str], list[list[str]], int]:
+        """The encoder, how it and the same weights as a decoder did, and its errors."""
+        from entp.tasks.counting import count3_next
+        from entp.theory.compiled import answers, count3
+
+        ratio = RATIO if self.ratio is None else self.ratio
+        model, rows, wrong = count3(self.n_max, ratio), [], 0
+        for x in self._tried(ratio):
+            want = count3_next(x)
+            right = [int((answers(model, x, mode) == want).sum()) for mode in ("entp", "decoder")]
+            wrong += self.sequences - right[0]
+            told = [f"{one} of {self.sequences}" for one in right]
+            rows.append([str(x.shape[1]), str(x.max()), *told])
+        return model, ["n", "largest value", "right (entp)", "right (decoder)"], rows, wrong
+
+    def _decoder(self) -> tuple[Transformer, list[str], list[list[str]], int]:
+        """The decoder, its answers after every integer with their margin, and its errors."""
+        from entp.theory.count3_decoder import decoder, wrong_and_margin
+
+        model, rows, errors = decoder(self.n_max), [], 0
+        for x in self._tried(self.n_max):
+            wrong, margin = wrong_and_margin(model, x)
+            errors += wrong
+            right = f"{x.size - wrong} of {x.size}"
+            rows.append([str(x.shape[1]), str(x.max()), right, f"{margin:.1f}"])
+        return model, ["n", "largest value", "right (decoder)", "least margin"], rows, errors
 
     def _saved(self, model: Any) -> str:
         """Save the weights; as a run of Count3 where that task fits them."""
@@ -170,11 +220,11 @@ class CompiledOptions:
             folder = save_model(model, self.out, None)
             return f'\n\nsaved: {folder}. entp.load("{folder}") reads it'
         # From here on values up to n_max - 1 are below ratio n.
-        first = max(1, -(-self.n_max // self.ratio))
+        first = max(1, -(-self.n_max // (self.ratio or RATIO)))
         prompt = min(first, self.n_max - 1)
         task = Count3(prompt_length=prompt, length=self.n_max, num_values=self.n_max)
         # fp32: no autocast of float64.
-        run = Run(task, model.config, "entp", train=TrainConfig(precision="fp32"))
+        run = Run(task, model.config, self.mode, train=TrainConfig(precision="fp32"))
         folder = save_model(model, self.out, run)
         return f"\n\nsaved: {folder}. Try: entp evaluate {folder}, entp generate {folder}"
 
@@ -202,13 +252,14 @@ THEORY: dict[str, type] = {
     "rasp": RaspOptions,
     "count3-tradeoff": TradeoffOptions,
     "compiled": CompiledOptions,
+    "pointers": PointersOptions,
     "complexity": ComplexityOptions,
 }
 """What `entp theory` can be asked for; statements if nothing is said."""
 
 
 def theory_command(args: list[str]) -> int:
-    """theory [WHAT]: check the paper's statements; RASP, Count3's trade-off, Count3 as weights"""
+    """theory [WHAT]: check the paper's statements; RASP, Count3's trade-off, tasks as weights"""
     what, rest = part_of(args, "theory", "part of theory", THEORY, "statements")
     if what == "rasp" and rest and not rest[0].startswith("-"):
         rest = ["--program", *rest]

@@ -34,6 +34,8 @@ from entp.tasks.counting import count3_next
 from entp.theory.weights import SHARP, Form, Head, Layer, Unit, build, clear, where_positive
 
 BLOCKS, HEADS = 4, 6
+BATCH = 64
+"""Sequences that are tried at a time."""
 
 
 def decoder(n_max: int = 64) -> Transformer:
@@ -67,6 +69,9 @@ def wrong_and_margin(model: Transformer, x: np.ndarray) -> tuple[int, float]:
 
     The lead is the right answer's logit less the largest of the others.
     """
+    if len(x) > BATCH:
+        found = [wrong_and_margin(model, x[i : i + BATCH]) for i in range(0, len(x), BATCH)]
+        return sum(wrong for wrong, _ in found), min(lead for _, lead in found)
     want = np.stack([count3_next(x[:, : i + 1]) for i in range(x.shape[1])], 1)
     logits = model(torch.from_numpy(x), mode="decoder")
     wrong = int((logits.argmax(-1).numpy() != want).sum())

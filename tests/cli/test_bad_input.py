@@ -119,6 +119,9 @@ THEORY = [
     ("compiled --n-max 0", "--n-max is 0: it must be at least 1"),
     ("compiled --n-max 5000", "--n-max is 5000: allowed are 1 to 4096"),
     ("compiled --seed -1", "--seed is -1: it must be at least 0"),
+    ("compiled --mode decoder --ratio 4", "--ratio is 4 with --mode decoder: leave it out"),
+    ("compiled --mode decoder --n-max 129", "--n-max is 129 with --mode decoder: allowed are 1 t"),
+    ("compiled --mode prefix-lm", "invalid choice 'prefix-lm' for argument '--mode'"),
 ]
 BENCH = [
     ("walk", "unknown benchmark 'walk': allowed are step, generate, scaling, sweep"),

@@ -13,9 +13,10 @@ import pytest
 from entp import load
 from entp.cli.main import main
 from entp.cli.theory import ProgramName
-from entp.theory import compiled, complexity, statements, tradeoff
+from entp.theory import compiled, complexity, count3_decoder, statements, tradeoff
 from entp.theory.programs import PROGRAMS
 from entp.theory.statements import STATEMENTS, Checked, Statement, check_all, report
+from entp.training.checkpoint import load_run
 
 PAPERS_LABELS = {
     *("sec:tdd", "sec:ede", "thm:dyen", "thm:eydn", "tab:cc", "con:ts2", "lem:conjl2"),
@@ -139,13 +140,34 @@ def test_compiled_weights_are_a_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(capsys.readouterr().out.split()) == 64
 
 
+def test_a_decoders_weights_are_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(tmp_path / "decoder")
+    words = ["theory", "compiled", "--mode", "decoder", "--sequences", "20"]
+    assert main([*words, "--n-max", "24", "--out", folder]) == 0
+    printed = capsys.readouterr().out
+    assert "Count3 up to n = 24: 4 layers, width 144" in printed
+    rows = [line.split() for line in printed.splitlines() if " of " in line]
+    assert [row[2:5] for row in rows] == [[str(20 * n), "of", str(20 * n)] for n in (6, 12, 24)]
+    assert all(float(row[5]) > 58 for row in rows)
+    assert main(["evaluate", folder, "--batches", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["exact_match"] == 1.0
+    assert load_run(Path(folder)).mode == "decoder"
+    assert main(["generate", folder, "--prompt", "3 1 4 1 5 9"]) == 0
+    assert len(capsys.readouterr().out.split()) == 24
+    monkeypatch.setattr(count3_decoder, "SHARP", 1e-3)  # weights that are wrong
+    assert main([*words, "--n-max", "24"]) == 1
+
+
+@pytest.mark.parametrize("mode", ["entp", "decoder"])
 @pytest.mark.parametrize("n_max", [1, 2, 3, 5, 11])
 def test_short_compiled_weights_can_be_saved_too(
-    n_max: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    n_max: int, mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(tmp_path / "c")
     words = ["theory", "compiled", "--n-max", str(n_max), "--sequences", "3", "--out", folder]
-    assert main(words) == 0
+    assert main([*words, "--mode", mode]) == 0
     told = capsys.readouterr().out
     assert load(folder).config.vocab == n_max
     works = main(["evaluate", folder, "--batches", "1"]) == 0

@@ -70,6 +70,24 @@ def tried(model: Transformer, batch: Batch, mode: str, prefix: int | None = None
     return Tried(int((margins > 0).sum()), len(margins), float(margins.min()))
 
 
+def weights_for(task: Chase | Compose) -> dict[str, tuple[str, Transformer]]:
+    """All weights there are for a task, by name, with the mode that they are for."""
+    if isinstance(task, Chase):
+        sizes = task.nodes, task.hops
+        return {
+            "encoder": ("entp", chase_encoder(*sizes)),
+            "decoder": ("decoder", chase_decoder(*sizes)),
+        }
+    of = task.tables, task.choices, task.size, task.order
+    found = {
+        "encoder": ("entp", compose_encoder(*of)),
+        "decoder": ("decoder", compose_decoder(*of)),
+    }
+    if task.choices == 1 and task.order == "first-to-last":
+        found["arcs"] = ("decoder", compose_by_arcs(task.tables, task.size))
+    return found
+
+
 def chase_encoder(nodes: int, hops: int) -> Transformer:
     """Right in mode entp on any table and query: log2(hops + 1) blocks, rounded up, width 6.
 

@@ -78,7 +78,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             "theory",
         ),
         *("theory statements", "theory rasp", "theory count3-tradeoff", "theory compiled"),
-        "theory complexity",
+        *("theory complexity", "theory pointers"),
     ],
 )
 @pytest.mark.parametrize("word", ["--help", "--help-all"])
@@ -142,7 +142,7 @@ def test_long_help_has_every_option(
     ("command", "parts"),
     [
         ("bench", {"step", "generate", "scaling", "sweep"}),
-        ("theory", {"statements", "rasp", "compiled"}),
+        ("theory", {"statements", "rasp", "compiled", "pointers"}),
     ],
 )
 def test_commands_with_parts_list_them(

@@ -80,8 +80,14 @@ def test_a_layer_is_excluded_from_the_first_length_on(sizes: tuple[int, int, int
     assert least_message(n) > heads * (size + 1) * bits >= least_message(n - 1)
 
 
+def test_the_lengths_of_the_document() -> None:
+    assert [excluded_from(*sizes) for sizes in ((2, 8, 64), (6, 64, 16), (6, 64, 32))] == [
+        *(2329, 12509, 24991),
+    ]
+
+
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
-ONE_LAYER = [
+ONE_LAYER: list[dict[str, Any]] = [
     {"heads": 1},
     {"heads": 4, "norm": "none", "activation": "relu"},
     {"norm": "rms", "activation": "swiglu", "position_embedding": "rotary"},

@@ -20,7 +20,14 @@ import torch
 from entp.model import Transformer
 from entp.tasks.counting import Count3, count3_next, match3_labels
 from entp.terminal import format_table
-from entp.theory import complexity, constructions, linear_memory, lower_bounds, tradeoff
+from entp.theory import (
+    complexity,
+    constructions,
+    linear_memory,
+    lower_bounds,
+    pointer_checks,
+    tradeoff,
+)
 from entp.theory.compiled import answers, count3, numbers
 from entp.theory.count3_algorithms import linear, quadratic
 from entp.theory.count3_decoder import decoder, wrong_and_margin
@@ -298,6 +305,14 @@ def _complexity() -> Checked:
     return Checked(*complexity.summary(result))
 
 
+def _pointers(check: Callable[[], tuple[str, bool]]) -> Callable[[], Checked]:
+    def checked() -> Checked:
+        how, right = check()
+        return Checked(how, _verdict(right))
+
+    return checked
+
+
 STATEMENTS = (
     Statement("sec:tdd", "a decoder is its own causal model, T_D = D", _decoder_is_causal),
     Statement("sec:ede", "with one layer encoder and decoder are the same", _one_layer),
@@ -362,6 +377,41 @@ STATEMENTS = (
         "alg:rasp_count_triplets_cot",
         "Count3 by a decoder with chain of thought",
         _rasp_chain_of_thought,
+    ),
+    Statement(
+        "beyond:chase",
+        "ENTP of width 6 follows K pointers in log2(K + 1) blocks, rounded up",
+        _pointers(pointer_checks.chase_by_doubling),
+    ),
+    Statement(
+        "beyond:chase",
+        "a decoder of width 5 follows them in K blocks",
+        _pointers(pointer_checks.chase_one_by_one),
+    ),
+    Statement(
+        "beyond:chase",
+        "ENTP's weights are right with a prefix too, wrong under a causal mask",
+        _pointers(pointer_checks.chase_by_mode),
+    ),
+    Statement(
+        "beyond:compose",
+        "ENTP of width 8 takes T steps in 1 + log2(T + 1) blocks, rounded up",
+        _pointers(pointer_checks.compose_by_doubling),
+    ),
+    Statement(
+        "beyond:compose",
+        "a decoder of width 8 takes them in T + 1 blocks",
+        _pointers(pointer_checks.compose_one_by_one),
+    ),
+    Statement(
+        "beyond:compose",
+        "ENTP's weights are wrong with a prefix and under a causal mask",
+        _pointers(pointer_checks.compose_by_mode),
+    ),
+    Statement(
+        "beyond:compose",
+        "without choices a decoder of width 12 does in 1 + log2 T blocks, rounded up",
+        _pointers(pointer_checks.compose_without_choices),
     ),
 )
 

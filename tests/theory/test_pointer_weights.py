@@ -15,6 +15,7 @@ from entp.model import Transformer
 from entp.tasks.base import IGNORE, Batch, Task
 from entp.tasks.composition import Compose
 from entp.tasks.pointers import Chase
+from entp.theory import pointer_checks
 from entp.theory.pointers import (
     chase_decoder,
     chase_encoder,
@@ -237,3 +238,28 @@ def test_wrong_answers_have_a_negative_margin() -> None:
 def test_wrong_sizes_are_refused(build: Any, sizes: tuple[Any, ...], says: str) -> None:
     with pytest.raises(InputError, match=says):
         build(*sizes)
+
+
+def test_checks_would_see_wrong_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that fetches nothing, weights of another size, and such as need no full attention."""
+    assert pointer_checks.chase_one_by_one()[1]
+    monkeypatch.setattr(pointer_checks, "HOPS", (4,))
+
+    def short(nodes: int, hops: int) -> Transformer:
+        model = chase_decoder(nodes, hops)
+        torch.nn.init.zeros_(model.blocks[0].proj.weight)  # type: ignore[union-attr]
+        return model
+
+    monkeypatch.setattr(pointer_checks, "chase_decoder", short)
+    assert not pointer_checks.chase_one_by_one()[1]
+    monkeypatch.setattr(pointer_checks, "chase_decoder", chase_encoder)
+    assert not pointer_checks.chase_one_by_one()[1]
+    monkeypatch.setattr(pointer_checks, "compose_encoder", compose_decoder)
+    assert not pointer_checks.compose_by_mode()[1]
+
+
+def test_every_chase_is_every_function_with_every_query() -> None:
+    batch = pointer_checks.every_chase(3, 5)
+    want = chase_batch(list(itertools.product(range(3), repeat=3)), 5)
+    assert np.array_equal(batch.x, want.x)
+    assert np.array_equal(batch.y, want.y)

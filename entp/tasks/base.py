@@ -324,6 +324,7 @@ TASKS: dict[str, str] = {
     "addition": "entp.tasks.addition:Addition",
     "chase": "entp.tasks.pointers:Chase",
     "compose": "entp.tasks.composition:Compose",
+    "path-star": "entp.tasks.path_star:PathStar",
     "icl": "entp.tasks.in_context:InContext",
     "text": "entp.tasks.text:Text",
     "clutrr": "entp.tasks.clutrr:Clutrr",

@@ -21,6 +21,7 @@ from entp.config.json import run_to_json
 from entp.tasks.addition import Addition
 from entp.tasks.composition import Compose
 from entp.tasks.counting import Count2, Count3, Match3
+from entp.tasks.path_star import PathStar
 from entp.tasks.pointers import Chase
 
 DEFAULTS = Run(Count3(), model_for(Count3()))
@@ -86,6 +87,7 @@ RUNS = {
     "addition": Run(Addition(), model_for(Addition())),
     "chase": Run(Chase(), model_for(Chase()), mode="prefix-lm"),
     "compose": Run(Compose(order="last-to-first"), model_for(Compose())),
+    "path-star": Run(PathStar(query="first"), model_for(PathStar())),
 }
 
 

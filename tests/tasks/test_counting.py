@@ -20,6 +20,7 @@ from entp.tasks.addition import Addition
 from entp.tasks.base import read_prompt, task_name
 from entp.tasks.composition import Compose
 from entp.tasks.counting import Count2, Count3, Match3
+from entp.tasks.path_star import PathStar
 from entp.tasks.pointers import Chase
 
 PROMPT = [52, 14, 22, 48, 28, 37, 3, 28, 14, 1, 12, 20, 38, 48, 51, 41]
@@ -50,7 +51,7 @@ def match3(x: list[int], modulus: int) -> int:
 RULES = {Count3: count3, Count2: count2}
 counting = st.sampled_from([Count3, Count2])
 seeds = st.integers(0, 2**31)
-TASKS: list[Task] = [Count3(), Count2(), Match3(), Addition(), Chase(), Compose()]
+TASKS: list[Task] = [Count3(), Count2(), Match3(), Addition(), Chase(), Compose(), PathStar()]
 tasks = pytest.mark.parametrize("task", TASKS, ids=[task.name for task in TASKS])
 
 
@@ -251,6 +252,7 @@ def test_match3_refuses_sizes(sizes: dict[str, int]) -> None:
         ("addition", Addition),
         ("chase", Chase),
         ("compose", Compose),
+        ("path-star", PathStar),
     ],
 )
 def test_task_is_found_by_name(name: str, cls: type[Task]) -> None:

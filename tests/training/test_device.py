@@ -17,6 +17,7 @@ from entp.tasks.addition import Addition
 from entp.tasks.base import Task
 from entp.tasks.composition import Compose
 from entp.tasks.in_context import InContext
+from entp.tasks.path_star import PathStar
 from entp.tasks.pointers import Chase
 from entp.training.gradients import gradients
 
@@ -27,6 +28,7 @@ TASKS: dict[str, Task] = {
     "vectors": InContext(dim=3, points=5, curriculum_steps=0),
     "chase": Chase(nodes=4, hops=2),
     "compose": Compose(tables=2, choices=2, size=3),
+    "path-star": PathStar(arms=2, length=3, nodes=6),
 }
 MODELS: dict[str, dict[str, Any]] = {
     "rotary": {"position_embedding": "rotary"},

@@ -75,7 +75,7 @@ def test_recipe_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.usefixtures("folder")
 def test_quick_training(capsys: pytest.CaptureFixture[str]) -> None:
     """The commands of docs/training.md, the first with fewer steps; all three parts act in it."""
-    train, evaluate, _ = (command.line for command in commands_in(DOCS / "training.md"))
+    train, evaluate, *_ = (command.line for command in commands_in(DOCS / "training.md"))
     few = "--steps 6 --curriculum.steps 4 --optim.warmup-steps 2 --train.eval-batches 1"
     assert "step 6," in output_of(f"{train} {few} --device cpu", capsys)
     run = load_run("runs/quick")

@@ -35,5 +35,6 @@ RECIPES: dict[str, str] = {
     "winogrande-full": "entp.experiments.recipes.text_tasks:WINOGRANDE_FULL_RECIPE",
     "lambada": "entp.experiments.recipes.text_tasks:LAMBADA_RECIPE",
     "chase": "entp.experiments.recipes.chase:RECIPE",
+    "path-star": "entp.experiments.recipes.path_star:RECIPE",
 }
 """Recipes by name and where they live."""

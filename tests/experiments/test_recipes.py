@@ -330,3 +330,16 @@ def test_chase_asks_what_its_rule_decides() -> None:
     assert {(arm.run.model.width, arm.run.model.heads) for arm in recipe.arms} == {(256, 4)}
     assert {arm.run.model.layers == arm.factors["layers"] for arm in recipe.arms} == {True}
     assert isinstance(recipe, Recipe)
+
+
+def test_path_star_arms_differ_in_the_mode_alone() -> None:
+    arms = find_recipe("path-star").arms
+    assert len(arms) == 9
+    runs = {(arm.factors["arms"], arm.factors["path"]): [] for arm in arms}
+    for arm in arms:
+        runs[arm.factors["arms"], arm.factors["path"]].append(arm.run)
+        assert (arm.run.task.arms, arm.run.task.path) == (arm.factors["arms"], arm.factors["path"])
+    for same in runs.values():
+        assert [run.mode for run in same] == ["entp", "decoder", "prefix-lm"]
+        alike = [replace(run, mode="entp", train=same[0].train) for run in same]
+        assert alike == [same[0]] * 3

@@ -10,6 +10,7 @@ runs/count3/
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Literal, NamedTuple
 from pydantic import Field
 
 from entp.errors import DeviceFailed, InputError, TrainingStopped, one_of
+from entp.experiments.claims import UnderWay
 from entp.experiments.collect import find_folder
 from entp.experiments.jobs import gpus_of
 from entp.experiments.recipe import ArmRun, Recipe, check_recipe
@@ -103,6 +105,8 @@ class Part:
     init: Path | None = None
     failed: dict[str, Exception] = field(default_factory=dict)
     """What its runs failed by, by name."""
+    elsewhere: list[str] = field(default_factory=list)
+    """Names of runs that other processes have begun."""
     error: InputError | TrainingStopped | None = None
     """Why it could not begin, or its results not be written."""
 
@@ -163,7 +167,9 @@ def carry_out(parts: Sequence[Part], runs: Path, chosen: Chosen) -> int | None:
             with _kept_in(part):
                 part.study.write()  # what is done is not lost with what is not
             stopped = ending.stopped_by
-            if ending.error is not None and not stopped:
+            if isinstance(ending.error, UnderWay):
+                part.elsewhere.append(item.arm.name)
+            elif ending.error is not None and not stopped:
                 part.failed[item.arm.name] = ending.error
     return stopped
 
@@ -188,6 +194,9 @@ def finish(part: Part, chosen: Chosen, stopped: int | None) -> Outcome:
     if chosen.baselines and not stopped:
         found = part.study.add_baselines(found, chosen.only)
     part.study.draw(found)
+    if part.elsewhere:
+        told = f"{part.recipe.name}: under way in other processes: {'; '.join(part.elsewhere)}."
+        print(f"{told} Run again for their results.", file=sys.stderr, flush=True)
     _raise_failed(part.failed, len(part.arms), part.study.root / RESULTS)
     return Outcome(**dict(found), stopped_by=stopped)
 

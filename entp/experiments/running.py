@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 from entp.config import PretrainedConfig, Run
 from entp.errors import DeviceFailed, InputError
+from entp.experiments.claims import UnderWay, claimed, owner_of
 from entp.experiments.collect import find_folder, read_folder, read_test
 from entp.experiments.deadline import Deadline
 from entp.experiments.jobs import expected_seconds, gpus_of, how_many, seconds_left, spread
@@ -104,7 +105,7 @@ def run_all(items: list[Item], resources: Resources) -> Generator[tuple[Item, En
             name = items[ending.number].arm.name
             if isinstance(ending.error, DeviceFailed):
                 raise ending.error
-            if ending.error is not None:
+            if ending.error is not None and not isinstance(ending.error, UnderWay):
                 print(f"{name} failed: {ending.error}", file=sys.stderr, flush=True)
             yield items[ending.number], ending
 
@@ -126,6 +127,8 @@ def _one_by_one(items: list[Item], resources: Resources) -> Endings:
         print(f"[{done + 1}/{len(items)}] {name}{left}", file=sys.stderr, flush=True)
         ending = _try(number, items[number], resources)
         deadline.ended(ending)
+        if isinstance(ending.error, UnderWay):
+            print(f"{name}: {ending.error}", file=sys.stderr, flush=True)
         yield ending
         if ending.stopped_by:
             return
@@ -159,6 +162,8 @@ def _at_once(items: list[Item], resources: Resources) -> Endings:
             state = "done" + left
             if ending.stopped_by:
                 state = "stopped"
+            elif isinstance(ending.error, UnderWay):
+                state = str(ending.error)
             elif ending.error is not None:
                 state = "failed"
             name = items[ending.number].arm.name
@@ -181,7 +186,13 @@ def time_left(seconds: float, done: int, runs: int, jobs: int = 1, longer: float
 
 def run_arm(item: Item, resources: Resources, quiet: bool = False) -> int | None:
     """Train one run, or what is left of it, and test its best checkpoint. Returns the signal that
-    stopped it, if one did. What is trained is recorded before it is tested."""
+    stopped it, if one did. What is trained is recorded before it is tested. UnderWay, if another
+    process has begun it."""
+    with claimed(item.root, item.arm.hash):
+        return _carry_out(item, resources, quiet)
+
+
+def _carry_out(item: Item, resources: Resources, quiet: bool) -> int | None:
     arm, folder = item.arm, find_folder(item.arm, item.root)
     before = read_folder(arm, item.root)
     if before is None or not before.done:
@@ -210,13 +221,16 @@ def _beginning(item: Item) -> Init | None:
         return read_pretrained(item.init, arm.run.task, **like(model))
     if arm.source is None:
         return None
-    found = read_folder(arm.source, root.parent / arm.source_folder)
+    there = root.parent / arm.source_folder
+    found = read_folder(arm.source, there)
     if found is None or not found.done:
+        if owner := owner_of(there, arm.source.hash):
+            raise UnderWay(f"it begins with {arm.source.name}, which is under way {owner}")
         raise InputError(
             f"{arm.name} begins with {arm.source.name} of {arm.source_folder}, which is not "
             "finished: train that first."
         )
-    return read_init(find_folder(arm.source, root.parent / arm.source_folder))
+    return read_init(find_folder(arm.source, there))
 
 
 def _limited(run: Run, max_minutes: float | None) -> Run:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from entp.config import Run
+from entp.config import PretrainedConfig, Run
 from entp.engine.budget import BUSY
 from entp.engine.flops import decoder_flops, engine_flops
 from entp.engine.layout import rows_of
@@ -40,9 +40,14 @@ ROW_BYTES = 3 * 24
 """Bytes of a row of prefixes, for each layer and unit of width (docs/engine.md)."""
 WEIGHT_BYTES = 16
 """Bytes of a weight, with its gradient and AdamW's state."""
-STEP_SECONDS, LAYER_SECONDS, FLOPS_PER_SECOND = 0.3e-3, 0.15e-3, 2e14
-"""A step of a small model on a GPU, its layers, and what is computed in addition: for comparisons.
-A decoder's step takes 0.72 ms with 3 layers and 1.6 ms with 8 (docs/LOG.md)."""
+STEP_SECONDS, LAYER_SECONDS = 0.3e-3, 0.15e-3
+"""A step of a small model on a GPU, and each of its layers: a decoder's step takes 0.72 ms with 3
+layers and 1.6 ms with 8 (docs/LOG.md)."""
+RATE, RATE_OF_WIDTH, MOST_RATE = 75e12, 0.77e12, 4e14
+"""FLOPs a second of what is computed in addition, and by width: fitted to steps of widths 128, 192,
+256 and 384, which are 173, 223, 272 and 371e12 (results/engine_speed.json)."""
+PRETRAINED_RATE = 1.2e14
+"""The same of HuggingFace's models, by the time that a GPU works in `packed`."""
 COVERED = 32
 """Padded batches that tell what a captured step of them computes."""
 
@@ -119,8 +124,15 @@ def expected_seconds(run: Run, done: int = 0) -> float:
     seconds, overhead = 0.0, STEP_SECONDS + run.model.depth * LAYER_SECONDS
     for part, step in parts_of(run):
         left = len(range(max(done, part.start), part.stop))
-        seconds += left * (overhead + step.flops / FLOPS_PER_SECOND)
+        seconds += left * (overhead + step.flops / flops_per_second(run))
     return min(seconds, run.train.max_seconds or math.inf)
+
+
+def flops_per_second(run: Run) -> float:
+    """About how fast an H200 computes the steps of a model of this width."""
+    if isinstance(run.model, PretrainedConfig):
+        return PRETRAINED_RATE
+    return min(MOST_RATE, RATE + RATE_OF_WIDTH * run.model.width)
 
 
 def seconds_left(arm: ArmRun, root: Path, max_minutes: float | None = None) -> float:

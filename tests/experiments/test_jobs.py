@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from small_runs import small_run
 
 from entp.bench.shapes import RandomTokens
 from entp.config import (
+    SIZES,
     BatchScheduleConfig,
     CurriculumConfig,
     Mode,
@@ -43,6 +45,7 @@ from entp.tasks.counting import Count3
 from entp.training.cover import prefix_rows
 
 H200 = 139 * 2**30
+ROOT = Path(__file__).parents[2]
 
 
 class Fails(RandomTokens):
@@ -136,13 +139,28 @@ def test_task_that_fails_is_its_own_runs_affair() -> None:
     all_targets = torch.ones(run.batch_size, time, dtype=torch.bool)
     flops = engine_flops(run.model, all_targets).total
     overhead = jobs.STEP_SECONDS + run.model.layers * jobs.LAYER_SECONDS
-    seconds = overhead + flops / jobs.FLOPS_PER_SECOND
+    seconds = overhead + flops / jobs.flops_per_second(run)
     assert expected_seconds(run) == pytest.approx(100 * seconds)
     few = replace(run, random_targets=RandomTargetsConfig(1))
     assert expected_seconds(few) < expected_seconds(run)
     one = replace(run, task=OneTarget())
     assert step_of(one).rows == run.batch_size * time
     assert fitting([run] * 4, H200, 16, True) == 4
+
+
+def test_steps_of_the_measured_shapes_are_estimated_within_a_fifth() -> None:
+    """results/engine_speed.json: the whole step of ENTP's kernels."""
+    shapes = json.loads((ROOT / "results" / "engine_speed.json").read_text())["step"]["shapes"]
+    assert len(shapes) == 4
+    for shape in shapes:
+        step = next(one for one in shape["steps"] if one["name"] == "entp triton")
+        sizes = SIZES[shape["size"]]
+        overhead = jobs.STEP_SECONDS + sizes["layers"] * jobs.LAYER_SECONDS
+        rate = jobs.flops_per_second(
+            small_run(task=Count3(), model=model_for(Count3(), shape["size"]))
+        )
+        expected = overhead + step["flops"] / rate
+        assert 0.8 < expected / step["median"] < 1.25, shape["name"]
 
 
 def recipe_of(*runs: Run) -> Recipe:

@@ -26,21 +26,30 @@ KINDS: dict[str, Callable[[Any, Record, Figure], None]] = {
 def draw_record(record: Record, path: Path) -> bool:
     """Draw all figures of a record one above the other; False without matplotlib, or before
     anything is run."""
-    if not record.figures or not any(arm.runs for arm in record.arms.values()):
+    figure = record_figure(record)
+    if figure is None:
         return False
+    save_figure(figure, path)
+    return True
+
+
+def record_figure(record: Record) -> Any:
+    """All figures of a record as one of matplotlib's; None where there is nothing to draw, or
+    nothing to draw with."""
+    if not record.figures or not any(arm.runs for arm in record.arms.values()):
+        return None
     shapes = [_shape(record, spec) for spec in record.figures]
     heights, widest = [rows for rows, _ in shapes], max(columns for _, columns in shapes)
     figure = new_figure(1 + 4.3 * max(2, widest), 4.4 * sum(heights))
     if figure is None:
-        return False
+        return None
     rows = figure.subfigures(len(shapes), 1, squeeze=False, height_ratios=heights)[:, 0]
     for row, spec in zip(rows, record.figures, strict=True):
         KINDS[spec.kind](row, record, spec)
     dotted = any(arm.paper and arm.runs for arm in record.arms.values())
     note = " (dotted: the paper's value)" if dotted else ""
     figure.suptitle(plain(record.title) + note, fontsize=10)
-    save_figure(figure, path)
-    return True
+    return figure
 
 
 def _shape(record: Record, spec: Figure) -> tuple[int, int]:

@@ -30,8 +30,17 @@ DEPTH = Figure("slices", x="length", y=METRIC, lines=("mode", "layers"))
 
 
 def draw_summary(results: Path, records: list[Record], path: Path) -> bool:
-    """One panel for each record that is there and has something to show. False where nothing was
-    drawn."""
+    """Draw what was found; False where nothing was drawn."""
+    figure = summary_figure(results, records)
+    if figure is None:
+        return False
+    save_figure(figure, path, dpi=110)
+    return True
+
+
+def summary_figure(results: Path, records: list[Record]) -> Any:
+    """One panel for each record that is there and has something to show; None where there is
+    nothing to draw, or nothing to draw with."""
     named = {record.recipe: record for record in records}
     count3, depth = named.get("count3"), named.get("count3-depth")
     speed = read_sections(results / "engine_speed.json").get("step")
@@ -45,20 +54,19 @@ def draw_summary(results: Path, records: list[Record], path: Path) -> bool:
         draws.append(lambda panel: draw_depth(panel, depth))
     if speed and whole_shapes(speed):
         draws.append(lambda panel: draw_speeds(panel, speed))
-    return _draw_all(draws, path)
+    return _all_panels(draws)
 
 
-def _draw_all(draws: list[Draw], path: Path) -> bool:
+def _all_panels(draws: list[Draw]) -> Any:
     """Four panels two by two, fewer in a row."""
     columns = 2 if len(draws) == 4 else len(draws)
     rows = -(-len(draws) // max(columns, 1))
     figure = new_figure(1 + 4.6 * columns, 3.9 * rows) if draws else None
     if figure is None:
-        return False
+        return None
     for panel, draw in zip(figure.subplots(rows, columns, squeeze=False).flat, draws, strict=True):
         draw(panel)
-    save_figure(figure, path, dpi=110)
-    return True
+    return figure
 
 
 def _lines(record: Record, where: Any) -> list[Line]:

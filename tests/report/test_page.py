@@ -22,7 +22,8 @@ from small_runs import run_python
 
 from entp.errors import InputError
 from entp.experiments.reproduce import reproduce
-from entp.report.page import page, sharing, which, write_report
+from entp.report.contents import sharing, which
+from entp.report.page import page, write_report
 from entp.results.schema import (
     ArmRecord,
     Check,

@@ -39,7 +39,8 @@ class SharedOptions:
     again to go on."""
     total_minutes: float | None = None
     """Stop after so long in all, as by an interrupt: what is trained by then is saved and recorded.
-    Runs that can be done by then begin first. Run again to go on."""
+    Runs that can be done by then begin first, in the order of the recipes and their arms. Run again
+    to go on."""
     data: str | None = None
     """Other data for tasks that read files: a prepared corpus, a text, a folder. None: the
     recipe's."""

@@ -93,11 +93,16 @@ def shared_device(
 
 
 def run_all(items: list[Item], resources: Resources) -> Generator[tuple[Item, Ending], None, None]:
-    """How each run ended, as they do; closing it stops those that run. Where there are several at
-    a time the longest begin first. A GPU that fails ends them all."""
+    """How each run ended, as they do; closing it stops those that run. A GPU that fails ends them
+    all.
+
+    Where there are several at a time the longest begin first, so that all end early. Where the time
+    is limited those named first do: a recipe's first arms decide its verdict.
+    """
     each = _one_by_one
     if resources.concurrent > 1:
         each = _at_once
+    if resources.concurrent > 1 and resources.end is None:
         minutes = resources.max_minutes
         items = sorted(items, key=lambda item: -seconds_left(item.arm, item.root, minutes))
     with closing(each(items, resources)) as endings:

@@ -94,17 +94,9 @@ def shared_device(
 
 def run_all(items: list[Item], resources: Resources) -> Generator[tuple[Item, Ending], None, None]:
     """How each run ended, as they do; closing it stops those that run. A GPU that fails ends them
-    all.
-
-    Where there are several at a time the longest begin first, so that all end early. Where the time
-    is limited those named first do: a recipe's first arms decide its verdict.
-    """
-    each = _one_by_one
-    if resources.concurrent > 1:
-        each = _at_once
-    if resources.concurrent > 1 and resources.end is None:
-        minutes = resources.max_minutes
-        items = sorted(items, key=lambda item: -seconds_left(item.arm, item.root, minutes))
+    all."""
+    each = _at_once if resources.concurrent > 1 else _one_by_one
+    items = in_order(items, resources)
     with closing(each(items, resources)) as endings:
         for ending in endings:
             name = items[ending.number].arm.name
@@ -113,6 +105,16 @@ def run_all(items: list[Item], resources: Resources) -> Generator[tuple[Item, En
             if ending.error is not None and not isinstance(ending.error, UnderWay):
                 print(f"{name} failed: {ending.error}", file=sys.stderr, flush=True)
             yield items[ending.number], ending
+
+
+def in_order(items: list[Item], resources: Resources) -> list[Item]:
+    """The order in which runs begin. Where there are several at a time the longest are first, so
+    that all end early. Where the time is limited those named first are: a recipe's first arms
+    decide its verdict."""
+    if resources.concurrent == 1 or resources.end is not None:
+        return items
+    minutes = resources.max_minutes
+    return sorted(items, key=lambda item: -seconds_left(item.arm, item.root, minutes))
 
 
 def _deadline(items: list[Item], resources: Resources) -> Deadline:

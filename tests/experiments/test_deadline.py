@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_records import small_recipe
 from small_runs import small_run
 
-from entp.config.json import read_run
 from entp.errors import TrainingStopped
 from entp.experiments import deadline
 from entp.experiments.deadline import AROUND, CAUTION, SAVING, Deadline
 from entp.experiments.recipe import Arm
-from entp.experiments.reproduce import reproduce
+from entp.experiments.reproduce import Chosen, plan
+from entp.experiments.running import Resources, in_order
 from entp.experiments.workers import Ending
 
 
@@ -114,17 +114,17 @@ def test_a_run_that_failed_at_once_is_no_fast_one(clock: Clock) -> None:
     assert begin_all(choose, waiting, 4) == [1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("limited", [False, True])
-def test_with_a_limit_those_named_first_begin_first(limited: bool, tmp_path: Path) -> None:
-    """Of three runs, two at a time, the last to begin is the shortest; where the time is limited
-    it is the last named."""
+def test_where_the_time_is_limited_those_named_first_begin_first(tmp_path: Path) -> None:
+    """Otherwise the longest do, if there are several at a time."""
     run = small_run(mode="decoder")
-    runs = [replace(run, steps=n, batch_size=8 + n % 3) for n in (100, 4, 150)]
-    arms = [Arm(one, number=number) for number, one in enumerate(runs)]
-    recipe = small_recipe(arms=arms, generated_sequences=0, test_sequences=16, not_run={})
-    end = time.monotonic() + 600 if limited else None
-    reproduce(recipe, tmp_path, device="cpu", jobs=2, end=end)
-    begun = sorted(tmp_path.glob("*/*/environment.json"), key=lambda path: path.stat().st_mtime_ns)
-    steps = [read_run(path.with_name("config.json")).steps for path in begun]
-    assert steps[-1] == (150 if limited else 4)
+    runs = [replace(run, steps=n, batch_size=8 + at) for at, n in enumerate((100, 4, 150))]
+    recipe = small_recipe(arms=[Arm(one, number=at) for at, one in enumerate(runs)])
+    items = plan(recipe, tmp_path, Chosen("cpu")).items
+    assert len(items) == 3
+
+    def begun(**changes: Any) -> list[int]:
+        resources = Resources("cpu", **{"concurrent": 2, "max_minutes": None, **changes})
+        return [item.arm.run.steps for item in in_order(items, resources)]
+
+    assert begun() == [150, 100, 4]
+    assert begun(end=1e9) == begun(concurrent=1) == [100, 4, 150]

@@ -9,6 +9,7 @@ from entp.config import EmaConfig, OptimConfig, Run, TrainConfig, model_for
 from entp.experiments.recipe import Arm, Check, Figure, Recipe
 from entp.experiments.recipes.count3 import LONG_PRECONDITION, MODES
 from entp.experiments.settings import AT_ONCE, tuned_optim
+from entp.tasks.base import Task
 from entp.tasks.pointers import Chase
 
 TASK = Chase(nodes=32, hops=16, table="cycle")
@@ -17,14 +18,14 @@ STEPS = 15_000
 LEARNED = 0.99
 
 
-def chase_run(mode: str, layers: int) -> Run:
+def graph_run(task: Task, mode: str, layers: int, steps: int) -> Run:
     """Width 256, 4 heads, batches of 128, preconditioned Muon with linear decay, EMA."""
-    optim = replace(tuned_optim(STEPS, 1e-3), precondition_every=LONG_PRECONDITION)
+    optim = replace(tuned_optim(steps, 1e-3), precondition_every=LONG_PRECONDITION)
     return Run(
-        TASK,
-        model_for(TASK, "small", layers=layers, heads=4, width=256),
+        task,
+        model_for(task, "small", layers=layers, heads=4, width=256),
         MODES[mode],
-        steps=STEPS,
+        steps=steps,
         batch_size=128,
         optim=optim,
         train=TrainConfig(
@@ -38,9 +39,8 @@ def chase_run(mode: str, layers: int) -> Run:
     )
 
 
-def tiny_run(run: Run) -> Run:
-    """Four hops on a cycle of 8, for a model of 2 layers."""
-    task = Chase(nodes=8, hops=4)
+def tiny_graph_run(run: Run, task: Task) -> Run:
+    """The run on a small task, with a model of 2 layers."""
     return replace(
         run,
         task=task,
@@ -53,12 +53,17 @@ def tiny_run(run: Run) -> Run:
     )
 
 
+def tiny_run(run: Run) -> Run:
+    """Four hops on a cycle of 8."""
+    return tiny_graph_run(run, Chase(nodes=8, hops=4))
+
+
 RECIPE = Recipe(
     name="chase",
     title="Pointer chasing on one cycle of 32 nodes, up to 16 hops",
     question="How many layers does each architecture need to follow 16 pointers?",
     arms=[
-        Arm(chase_run(mode, layers), mode=mode, layers=layers)
+        Arm(graph_run(TASK, mode, layers, STEPS), mode=mode, layers=layers)
         for mode, each in LAYERS.items()
         for layers in each
     ],

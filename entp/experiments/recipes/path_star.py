@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from entp.config import EmaConfig, OptimConfig, Run, TrainConfig, model_for
+from entp.config import Run
 from entp.experiments.recipe import Arm, Check, Figure, Recipe, Table
-from entp.experiments.recipes.count3 import LONG_PRECONDITION, MODES
-from entp.experiments.settings import AT_ONCE, tuned_optim
+from entp.experiments.recipes.chase import graph_run, tiny_graph_run
+from entp.experiments.recipes.count3 import MODES
 from entp.tasks.path_star import PathStar
 
 LENGTH, NODES = 5, 50
-STEPS = 20_000
+LAYERS, STEPS = 6, 20_000
 LEARNED = 0.99
 STARS = (2, 5)
 """Arms of a star: guessing is right in a half and in a fifth of all cases."""
@@ -25,40 +25,13 @@ ABOVE_GUESSING = 0.1
 
 
 def path_star_run(mode: str, arms: int, path: str) -> Run:
-    """6 layers of width 256, batches of 128, preconditioned Muon with linear decay, EMA."""
     task = PathStar(arms, LENGTH, NODES, path=path)  # type: ignore[arg-type]
-    optim = replace(tuned_optim(STEPS, 1e-3), precondition_every=LONG_PRECONDITION)
-    return Run(
-        task,
-        model_for(task, "small", layers=6, heads=4, width=256),
-        MODES[mode],
-        steps=STEPS,
-        batch_size=128,
-        optim=optim,
-        train=TrainConfig(
-            eval_every=500,
-            eval_batches=8,
-            log_every=100,
-            checkpoint_every=5000,
-            token_budget=AT_ONCE if mode == "ENTP" else None,
-        ),
-        ema=EmaConfig(1000),
-    )
+    return graph_run(task, mode, LAYERS, STEPS)
 
 
 def tiny_run(run: Run) -> Run:
-    """Two arms of two nodes, for a model of 2 layers."""
-    task = replace(run.task, arms=2, length=3, nodes=6)  # type: ignore[call-arg]
-    return replace(
-        run,
-        task=task,
-        model=model_for(task, "small", layers=2, heads=2, width=32),
-        steps=30,
-        batch_size=16,
-        optim=OptimConfig(lr=3e-3, min_lr=3e-4, warmup_steps=5, decay_steps=30),
-        train=TrainConfig(eval_every=10, eval_batches=2, checkpoint_every=10),
-        ema=EmaConfig(10),
-    )
+    """Two arms of two nodes."""
+    return tiny_graph_run(run, replace(run.task, arms=2, length=3, nodes=6))  # type: ignore[call-arg]
 
 
 RECIPE = Recipe(

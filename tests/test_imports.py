@@ -35,6 +35,7 @@ inside functions too."""
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 OPTIONAL = {"matplotlib", "tyro", "pydantic", "scipy", "tensorboard", "wandb", "trackio", "sklearn"}
 OPTIONAL |= {"tokenizers", "zstandard", "datasets", "transformers", "peft", "openai", "lm_eval"}
+OPTIONAL |= {"jinja2"}
 EXEMPT = {"entp", "entp.__main__"}
 TECHNIQUES = ("ema", "importance", "curriculum", "batch_schedule", "random_targets")
 PLAIN_STEP = ("gradients", "inputs", "cuda_graph")

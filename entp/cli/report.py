@@ -16,7 +16,7 @@ class ReportOptions:
     results: Path = Path("results")
     """Folder of the files that `entp reproduce --record` writes."""
     out: Path = Path("docs/results.md")
-    """The page."""
+    """The page: .md with figures beside it, or .html, one file that needs nothing else."""
 
     def __post_init__(self) -> None:
         if not self.out.parent.is_dir():
@@ -24,9 +24,10 @@ class ReportOptions:
                 f"--out {self.out} is in a folder that does not exist: make {self.out.parent} "
                 "first."
             )
-        if self.out.suffix != ".md":
+        if self.out.suffix not in (".md", ".html"):
             raise InputError(
-                f"--out {self.out} is to be a page of Markdown: give a name that ends with .md."
+                f"--out {self.out} is to be a page of Markdown or of HTML: give a name that ends "
+                "with .md or .html."
             )
 
 
@@ -34,6 +35,8 @@ def report_command(args: list[str]) -> int:
     """report: the page of all recorded results"""
     options = parse(ReportOptions, args, "entp report")
     from entp.report.page import write_report
+    from entp.report.web import write_web_page
 
-    print(write_report(options.results, options.out))
+    write = write_web_page if options.out.suffix == ".html" else write_report
+    print(write(options.results, options.out))
     return 0

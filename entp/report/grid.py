@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from entp.report.panels import Panel, lines, panels, plain, values_label, words
 from entp.report.slices import is_factor, line_points
-from entp.report.style import HEAT
+from entp.report.style import HEAT, INK
 from entp.results.schema import ArmRecord, Figure, MetricSpec, Record
 from entp.results.summary import sliced
 
@@ -97,7 +97,7 @@ def _draw_pair_map(axis: Any, one: PairMap, low: float, high: float) -> Any:
             if not math.isnan(value):
                 bright = value > low + 0.6 * (high - low)
                 style = {"ha": "center", "va": "center", "fontsize": 6}
-                axis.text(x, y, f"{value:.2g}", color="k" if bright else "w", **style)
+                axis.text(x, y, f"{value:.2g}", color=INK if bright else "w", **style)
     return image
 
 

@@ -38,6 +38,8 @@ BASELINE = "k"
 BASELINE_DASHES = ("--", "-.", (0, (1, 1)), (0, (6, 2, 1, 2)))
 MARKERS = "vso^DPX*"
 HEAT = "viridis"
+INK = "0.1"
+"""Text on bright cells of it: black text is the page's, which may be white."""
 LIMIT = "C3"
 """Lines that say where something ends."""
 UNIT = (-0.03, 1.03)

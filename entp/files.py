@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -19,6 +20,12 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 CHECKSUMS = "checksums.json"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a full disk, a spent quota, and a limit on files."""
+REFUSED = (errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE)
+"""Errors of a disk that fails, or that may not be written."""
+LOST = (*FULL, errno.EIO)
+"""Errors of a flush after which what was written may be gone."""
 
 
 class Damaged(Exception):
@@ -68,7 +75,7 @@ def verify_folder(folder: Path, needed: tuple[str, ...], extra: tuple[str, ...] 
     """Raise Damaged unless every file is what was written: those needed, and of the extra ones
     those that are there."""
     try:
-        sums = parse_json((folder / CHECKSUMS).read_text())
+        sums = _read_sums(folder)
         there = [name for name in extra if (folder / name).exists()]
         for name in (*needed, *there):
             if name not in sums:
@@ -76,8 +83,19 @@ def verify_folder(folder: Path, needed: tuple[str, ...], extra: tuple[str, ...] 
         for name, want in sums.items():
             if hashlib.sha256((folder / name).read_bytes()).hexdigest() != want:
                 raise Damaged(f"{name} does not match its checksum")
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise Damaged(f"{error}") from None
+
+
+def _read_sums(folder: Path) -> dict[str, str]:
+    """The checksum of each file of a folder."""
+    try:
+        found = parse_json((folder / CHECKSUMS).read_bytes())
+    except ValueError as error:
+        raise Damaged(f"{CHECKSUMS} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise Damaged(f"{CHECKSUMS} has no checksums")
+    return found
 
 
 @contextlib.contextmanager
@@ -116,9 +134,12 @@ def json_bytes(data: Any) -> bytes:
 
 def _sync_folder(folder: Path) -> None:
     """Make a rename durable; not every file system lets a folder be flushed."""
-    with contextlib.suppress(OSError):
+    try:
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
+    except OSError as error:
+        if error.errno in LOST:
+            raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import os
@@ -16,10 +15,8 @@ import numpy as np
 from entp.data.manifest import file_hash, token_type
 from entp.data.shards import documents_file
 from entp.errors import InputError
-from entp.files import write_file
+from entp.files import FULL, write_file
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a full disk, a spent quota, and a limit on files."""
 START = np.dtype("<i8")
 """The first token of a document, as it is stored."""
 

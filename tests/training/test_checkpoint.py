@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
@@ -9,17 +10,19 @@ import resource
 import shutil
 import stat
 from collections.abc import Callable
+from contextlib import nullcontext as still
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from faulty_disk import Disk, Fails
 from forked import start
 from random_models import random_model
 from small_runs import small_run
 
 from entp.errors import InputError
-from entp.files import CHECKSUMS, verify_folder, write_file, write_folder
+from entp.files import CHECKSUMS, Damaged, verify_folder, write_file, write_folder
 from entp.training import checkpoint
 from entp.training.checkpoint import find, keep_best, load, newest, save_model
 from entp.training.trainer import train
@@ -214,6 +217,25 @@ def test_files_are_flushed_before_they_are_renamed(tmp_path: Path, writes: list[
     assert writes[-2:] == [".two.tmp to two", "folder"]
     assert writes.count("file") == 3
     verify_folder(tmp_path / "two", ("a", "b"))
+
+
+@pytest.mark.parametrize(("code", "told"), [(errno.EIO, True), (errno.EINVAL, False)])
+def test_failed_flush_of_a_folder_is_told(code: int, told: bool, tmp_path: Path) -> None:
+    """Unless the file system flushes no folders."""
+    with Disk(tmp_path) as disk:
+        write_file(tmp_path / "one", b"1")
+    assert disk.calls[-1].path == tmp_path
+    with Disk(tmp_path, Fails(len(disk.calls), code)), pytest.raises(OSError) if told else still():
+        write_file(tmp_path / "one", b"2")
+    assert (tmp_path / "one").read_bytes() == b"2"
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b'{"one": 1', b'{"one"}', b"\xff"])
+def test_damaged_checksums_are_named(data: bytes, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "two", {"one": b"1"})
+    (folder / CHECKSUMS).write_bytes(data)
+    with pytest.raises(Damaged, match=CHECKSUMS):
+        verify_folder(folder, ("one",))
 
 
 def test_write_file_keeps_the_old_content_when_the_disk_is_full(tmp_path: Path) -> None:

@@ -86,9 +86,20 @@ def save_checkpoint(
         files["trainer.pt"] = buffer.getvalue()
     folder = write_folder(out / "checkpoints" / f"{kind}-{step:08d}", files)
     if kind == "step":
-        for old in _checkpoints(out, kind)[KEEP:]:
-            shutil.rmtree(old, ignore_errors=True)
+        keep_last(out, step)
     return folder
+
+
+def keep_last(out: Path, step: int) -> None:
+    """Remove all checkpoints but that of this step and the one before it.
+
+    Later ones are damaged, or training would have gone on from them.
+    """
+    found = _checkpoints(out, "step")
+    kept = [folder for folder in found if _step(folder) <= step][:KEEP]
+    for folder in found:
+        if folder not in kept:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def keep_best(out: Path, step: int | None) -> bool:
@@ -99,7 +110,7 @@ def keep_best(out: Path, step: int | None) -> bool:
     """
     kept = False
     for folder in _checkpoints(out, "best"):
-        if step is not None and folder.name == f"best-{step:08d}":
+        if _step(folder) == step:
             kept = is_whole(folder)
         else:
             shutil.rmtree(folder, ignore_errors=True)
@@ -217,7 +228,12 @@ def _checkpoints(out: Path, kind: str) -> list[Path]:
         for p in (out / "checkpoints").glob(f"{kind}-*")
         if p.is_dir() and p.name.removeprefix(f"{kind}-").isdecimal()
     ]
-    return sorted(found, key=lambda p: int(p.name.removeprefix(f"{kind}-")), reverse=True)
+    return sorted(found, key=_step, reverse=True)
+
+
+def _step(folder: Path) -> int:
+    """The step of a checkpoint folder."""
+    return int(folder.name.partition("-")[2])
 
 
 def _json_bytes(data: dict[str, Any]) -> bytes:

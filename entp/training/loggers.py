@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,7 +66,7 @@ class MetricsFile:
         self.tracker = make_tracker(run, out)
 
     def write(self, kind: str, step: int, values: dict[str, float]) -> None:
-        """One line, on disk at once."""
+        """One line, in the file at once."""
         self._line({"kind": kind, "step": step, **values})
         self._track(kind, step, values)
 
@@ -74,6 +75,11 @@ class MetricsFile:
         row = {"kind": "split", "step": step, "split": split, "seconds": seconds}
         self._line({**row, "totals": totals.to_json()})
         self._track(split, step, {k: v for k, v in totals.values().items() if math.isfinite(v)})
+
+    def flush(self) -> None:
+        """Every line is on disk for good, as it has to be before a checkpoint says that its step
+        was taken."""
+        os.fsync(self.file.fileno())
 
     def _line(self, row: dict[str, Any]) -> None:
         self.file.write(json.dumps(row, allow_nan=False) + "\n")

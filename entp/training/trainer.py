@@ -10,7 +10,6 @@ stopped or killed continues as if nothing had happened: bit for bit on a CPU.
 
 from __future__ import annotations
 
-import errno
 import sys
 import time
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from torch import Tensor
 from entp.config import Run
 from entp.engine.cold_start import warm_math
 from entp.errors import DeviceFailed, InputError, TrainingStopped
-from entp.files import lock_folder
+from entp.files import FULL, REFUSED, lock_folder
 from entp.model.build import build_model
 from entp.tasks.base import Batch, Task
 from entp.tasks.metrics import Totals
@@ -120,18 +119,23 @@ def train(
                     quiet or not world.first,
                 )
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error.errno not in (*FULL, *REFUSED):
                 raise
-            last = checkpoint.newest(out)
-            kept = (
-                f"the last good checkpoint is {last}"
-                if last
-                else "no checkpoint had been written yet"
-            )
-            raise InputError(
-                f"no space to write to {out} ({error.strerror}): {kept}. Free space, then use "
-                "--resume."
-            ) from None
+            raise _not_written(error, out) from None
+
+
+def _not_written(error: OSError, out: Path) -> InputError:
+    """What happened to the disk, what is there, and how to go on."""
+    last = checkpoint.newest(out)
+    kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been written yet"
+    begun = (out / "config.json").exists()
+    again = "use --resume" if begun else "start it again"
+    if error.errno in FULL:
+        fault, remedy = "no space to write to", f"Free space, then {again}."
+    else:
+        fault = f"{error.filename or out} cannot be used, while writing to"
+        remedy = f"See to the disk and to who may write, then {again}."
+    return InputError(f"{fault} {out} ({error.strerror}): {kept}. {remedy}")
 
 
 def _check(run: Run, world: World) -> None:
@@ -222,6 +226,7 @@ def _restore(state: State, out: Path, world: World) -> None:
         state.restore(folder)
     there = False
     if world.first:
+        checkpoint.keep_last(out, state.step)
         step = state.best.get("step")
         there = checkpoint.keep_best(out, None if step is None else int(step))
     if not world.gather(there)[0]:
@@ -450,6 +455,8 @@ class Loop:
         self.meter.check()
         self.tick()
         start = time.monotonic()
+        if self.metrics:
+            self.metrics.flush()
         self.save_best()
         self.state.unlogged = self.meter.total, self.meter.steps
         if self.world.first:

@@ -191,10 +191,11 @@ class Preparation:
         self._say(_summary(manifest))
 
     def _clean(self) -> None:
-        """Remove what only preparing needs."""
+        """Remove what only preparing needs, if the disk lets it: the corpus is whole without."""
         parts = [path for name in LEFT_OVER for path in self.folder.glob(name)]
         for path in parts:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def _say(self, line: str) -> None:
         if not self.quiet:

@@ -18,6 +18,7 @@ import numpy as np
 
 from entp.config import Run
 from entp.config.json import config_hash, read_run, run_from_json, run_to_json
+from entp.data.places import add_place
 from entp.errors import InputError
 from entp.experiments.collect import folder_record
 from entp.experiments.recipe import ArmRun
@@ -37,7 +38,6 @@ from entp.results.schema import (
 from entp.results.store import read_record
 from entp.results.summary import best, bounded, values_of
 from entp.stats import prediction_interval
-from entp.tasks.tokens import look_into
 from entp.terminal import format_table
 
 AXES = ("sequences", "flops", "seconds")
@@ -97,7 +97,7 @@ def compared_runs(folders: Sequence[Path], metric: str | None = None) -> Record:
 def _read(folder: Path) -> Found:
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder} is no run folder: give the --out of an `entp train`.")
-    look_into(folder)
+    add_place(folder)  # a run of text keeps what its corpus says
     run, begun = read_run(folder / "config.json"), read_environment(folder).get("init")
     arm = ArmRun(folder.name, run, test_sequences=0, generated_sequences=0)
     record = folder_record(arm, folder)

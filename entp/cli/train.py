@@ -127,6 +127,7 @@ def train_command(args: list[str]) -> int:
 def _with_text(args: list[str]) -> list[str]:
     """The words with `FILE` at their beginning as `text --data FILE`."""
     name = args[0] if args else ""
+    _refuse_file_of_python(name)
     known = name in TASKS or ":" in name or not name
     if known or not (Path(name).exists() or name.endswith(SUFFIXES)):
         return args
@@ -137,6 +138,17 @@ def _with_text(args: list[str]) -> list[str]:
             file=sys.stderr,
         )
     return ["text", f"--data={name}", *args[1:]]
+
+
+def _refuse_file_of_python(name: str) -> None:
+    """It is no text to train on, and may hold a task."""
+    file, _, task = name.partition(":")
+    if file.endswith(".py"):
+        own = f"{Path(file).stem}:{task or 'NAME'}"
+        raise InputError(
+            f"{name} names a file of Python, which is not read as text: a task of your own is "
+            f"module:Class. In the folder of the file: entp train {own}."
+        )
 
 
 def _with_data(options: Any, saved: Run | None) -> Any:

@@ -16,14 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
-from small_runs import environment, run_python
+from small_runs import entp, environment, run_python
 
 from entp.cli.generate import pieces
 from entp.cli.main import main
 from entp.data.places import cache_folder
 from entp.data.shards import open_corpus
 from entp.data.tokenizers import ByteTokenizer, Tokenizer
+from entp.results.store import read_record
 from entp.tasks.text import Text
+from entp.training.loggers import read_metrics
 
 TINY = ["--task.block=16", "--layers=2", "--heads=1", "--width=8", "--batch-size=8"]
 TINY += ["--train.eval-every=5", "--train.checkpoint-every=5", "--warmup=2", "--lr=0.01"]
@@ -257,6 +259,19 @@ def test_run_without_its_corpus(folder: Path, tmp_path: Path) -> None:
     assert json.loads(found)["n"] > 8
 
 
+def test_run_without_its_corpus_is_compared(folder: Path, tmp_path: Path) -> None:
+    """What it measured is in its folder, and how long its corpus is."""
+    shutil.copytree(folder / "run", tmp_path / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ENTP_CACHE", str(tmp_path / "empty"))
+        patch.setenv("ENTP_DATA", "")
+        done = entp("compare", "run", "--out", "compared.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    [arm] = read_record(tmp_path / "compared.json").arms.values()
+    [point] = [p for p in read_metrics(folder / "run") if p["kind"] == "eval" and p["step"] == 10]
+    assert arm.runs[0].curve[-1].values["loss"] == point["loss"]
+
+
 def test_bpe_run_and_its_export_keep_the_tokenizer(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,6 +296,8 @@ def test_bpe_run_and_its_export_keep_the_tokenizer(
         (["train", "missing.txt"], "missing.txt"),
         (["train", "text", "--data=missing.txt"], "missing.txt"),
         (["train", "notes"], "unknown task 'notes'"),
+        (["train", "mine.py"], "entp train mine:NAME"),
+        (["train", "mine.py:Parity"], "entp train mine:Parity"),
         (["train", "count3", "--data=notes.txt"], "--data"),
         (["train", "text", "--task.corpus=0123456789abcdef"], "0123456789abcdef is not in"),
         (["evaluate", "run", "--data=0123456789abcdef"], "0123456789abcdef is not in"),

@@ -63,7 +63,9 @@ def read_run(path: Path) -> Run:
     try:
         return run_from_json(parse_json(path.read_text()), str(path))
     except ValueError as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
+        told = str(error)
+        named = told if told.startswith(str(path)) else f"{path} cannot be read: {told}"
+        raise InputError(named) from None
 
 
 def run_from_json(data: Any, where: str = "config") -> Run:

@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import threading
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,10 +66,14 @@ def _create(path: Path) -> bool:
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
         return False
-    with os.fdopen(handle, "w") as file:
-        pid = os.getpid()
-        owner = {"host": platform.node(), "system": _system(), "pid": pid, "begun": _begun(pid)}
-        json.dump(owner, file)
+    pid = os.getpid()
+    owner = {"host": platform.node(), "system": _system(), "pid": pid, "begun": _begun(pid)}
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(json.dumps(owner))
+    except OSError:
+        path.unlink(missing_ok=True)  # nobody would know whose it is
+        raise
     return True
 
 
@@ -133,14 +136,11 @@ def _begun(pid: int) -> str | None:
 
 def _age(path: Path) -> float:
     """Seconds since the last touch, by the clock of the file system."""
-    probe = path.with_name(f".{uuid.uuid4().hex}")
     try:
-        probe.touch()
-        return probe.stat().st_mtime - path.stat().st_mtime
+        os.utime(path.parent)
+        return path.parent.stat().st_mtime - path.stat().st_mtime
     except OSError:
         return 0.0
-    finally:
-        probe.unlink(missing_ok=True)
 
 
 def _where(path: Path) -> str:

@@ -51,24 +51,37 @@ def write_file(path: Path, data: bytes) -> None:
 def write_folder(folder: Path, files: dict[str, bytes] | Iterable[tuple[str, bytes]]) -> Path:
     """Write a folder with these files and their checksums, renamed into place when all of it is on
     disk. Files of an iterator are made and written one at a time."""
-    temporary = folder.with_name(f".{folder.name}.tmp")
+    temporary, old = (folder.with_name(f".{folder.name}.{end}") for end in ("tmp", "old.tmp"))
     pairs = files.items() if isinstance(files, dict) else files
     sums: dict[str, str] = {}
-    shutil.rmtree(temporary, ignore_errors=True)
+    for left in (temporary, old):
+        shutil.rmtree(left, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         for name, data in pairs:
             sums[name] = hashlib.sha256(data).hexdigest()
             write_file(temporary / name, data)
         write_file(temporary / CHECKSUMS, json.dumps(sums).encode())
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.rename(temporary, folder)
+        _put_into_place(temporary, folder, old)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     _sync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
     return folder
+
+
+def _put_into_place(new: Path, folder: Path, old: Path) -> None:
+    """Rename a folder; what has its name is `old` from then on, or keeps its name if that fails."""
+    there = folder.exists()
+    if there:
+        os.rename(folder, old)
+    try:
+        os.rename(new, folder)
+    except OSError:
+        if there:
+            os.rename(old, folder)
+        raise
 
 
 def verify_folder(folder: Path, needed: tuple[str, ...], extra: tuple[str, ...] = ()) -> None:
@@ -117,6 +130,21 @@ def lock_folder(folder: Path, refuse: str = "") -> Iterator[None]:
     finally:
         if handle is not None:
             os.close(handle)
+
+
+@contextlib.contextmanager
+def explain_failed_writes(folder: Path) -> Iterator[None]:
+    """An InputError for a full disk and the like, which says that what is there is kept."""
+    try:
+        yield
+    except OSError as error:
+        fault = f"{error.filename or folder} cannot be written: {error.strerror}."
+        if error.errno not in FULL:
+            raise InputError(f"{fault} Give another folder by --out.") from None
+        raise InputError(
+            f"{fault} Make room and run the same command again: it goes on with what is in "
+            f"{folder}."
+        ) from None
 
 
 def parse_json(text: str | bytes) -> Any:

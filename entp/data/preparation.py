@@ -21,9 +21,9 @@ from entp.data.settings import Settings, differences, settings_of
 from entp.data.sources import Source
 from entp.data.splits import Fractions, Part, Splitter, lengths_if_few
 from entp.data.tokenizers import TOKENIZER, BpeTokenizer, ByteTokenizer, Tokenizer, train_bpe
-from entp.data.writer import SplitWriter, explain_failed_writes
+from entp.data.writer import SplitWriter
 from entp.errors import InputError
-from entp.files import json_bytes, lock_folder, parse_json, write_file
+from entp.files import explain_failed_writes, json_bytes, lock_folder, parse_json, write_file
 
 PROGRESS = "progress.json"
 LEFT_OVER = (PROGRESS, "*.documents.part", ".*.tmp")

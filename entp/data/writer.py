@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import numpy as np
 from entp.data.manifest import file_hash, token_type
 from entp.data.shards import documents_file
 from entp.errors import InputError
-from entp.files import FULL, write_file
+from entp.files import write_file
 
 START = np.dtype("<i8")
 """The first token of a document, as it is stored."""
@@ -139,21 +137,6 @@ class SplitWriter:
         with open(path, "rb") as file:
             while chunk := file.read(1 << 20):
                 self._hash.update(chunk)
-
-
-@contextmanager
-def explain_failed_writes(folder: Path) -> Iterator[None]:
-    """An InputError for a full disk and the like, which says that what is there is kept."""
-    try:
-        yield
-    except OSError as error:
-        fault = f"{error.filename or folder} cannot be written: {error.strerror}."
-        if error.errno not in FULL:
-            raise InputError(f"{fault} Give another folder by --out.") from None
-        raise InputError(
-            f"{fault} Make room and run the same command again: it goes on with what is in "
-            f"{folder}."
-        ) from None
 
 
 def _shortened(path: Path, size: int) -> io.FileIO:

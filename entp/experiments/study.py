@@ -25,7 +25,7 @@ from entp.experiments.testing import (
     batches_of,
     is_complete,
 )
-from entp.files import lock_folder, write_file
+from entp.files import explain_failed_writes, lock_folder, write_file
 from entp.report.figures import draw_record
 from entp.results.schema import BaselineRecord, Record, TotalsData
 from entp.results.store import better_run, read_record, write_record
@@ -136,7 +136,7 @@ class Study:
 
     def _write(self, places: Sequence[Path], answered: Sequence[BaselineRecord] = ()) -> Record:
         """Another process may have added to the record since it was read."""
-        with self.locked():
+        with explain_failed_writes(self.root), self.locked():
             blank = self.blank
             if self.record is not None and self.record.exists():
                 blank = add_metrics(blank, self._read(self.record), self.read_kept())

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import TypeVar
 
 from entp.cli.aliases import translate
@@ -80,7 +81,8 @@ def parse(
     except SystemExit as stop:
         if stop.code in (0, None):
             raise
-        raise InputError(_one_sentence(complaint.getvalue(), program)) from None
+        told = _one_sentence(complaint.getvalue())
+        raise InputError(f"{told}{_meant(told, words, kind)} See {program} --help.") from None
 
 
 SHORTER = (
@@ -98,7 +100,18 @@ SHORTER = (
 """Patterns of tyro's messages, and what takes their place."""
 
 
-def _one_sentence(box: str, program: str) -> str:
+def _meant(told: str, words: list[str], kind: type) -> str:
+    """A guess at the option that was meant by an unknown one, where tyro has none."""
+    if not told.startswith("Unrecognized") or told.endswith("?") or "Perhaps" in told:
+        return ""
+    names = options_of(kind)
+    given = [word.partition("=")[0] for word in words if word.startswith("--")]
+    unknown = [name for name in given if name in told and name not in names]
+    close = [match for name in unknown for match in get_close_matches(name, names, n=1)]
+    return f" Did you mean {', '.join(dict.fromkeys(close))}?" if close else ""
+
+
+def _one_sentence(box: str) -> str:
     """The text inside tyro's box on one line: the complaint, and what it thinks was meant."""
     lines = [re.sub(r"[│╭╮╰╯─]+|-{3,}", "", line).strip() for line in box.splitlines()]
     text = " ".join(line for line in lines[1:] if line)
@@ -106,4 +119,4 @@ def _one_sentence(box: str, program: str) -> str:
     for pattern, instead in SHORTER:
         text = re.sub(pattern, instead, text)
     text = text.strip().rstrip(".")
-    return f"{text}{'' if text.endswith('?') else '.'} See {program} --help."
+    return f"{text}{'' if text.endswith('?') else '.'}"

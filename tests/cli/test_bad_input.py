@@ -39,6 +39,8 @@ TRAINING = [
     ("--mode enpt", "'enpt' .* Expected one of .*'entp', 'decoder', 'prefix-lm'"),
     ("--size huge", "'huge' .* Expected one of .*'medium'"),
     ("--sise small", "Unrecognized options: --sise"),
+    ("--stepz 3", r"Unrecognized options: --stepz=3\. Did you mean --steps\? See"),
+    ("--qqqq 3", r"Unrecognized options: --qqqq=3\. See"),
     ("--optim.foo 1", r"Unrecognized options: --optim\.foo"),
     ("--steps many", "entp: 'many' is not a whole number. Expected --steps INT Optimizer steps"),
     ("--steps 0", "steps is 0"),

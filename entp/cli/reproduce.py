@@ -114,6 +114,7 @@ def _show_state(options: StateOptions) -> int:
         )
     print(format_table(STATE_HEAD, state_rows(every_recipe(), options.records)))
     print("\nentp reproduce RECIPE: one of them. entp reproduce all: those of the paper.")
+    print("Minutes are those of one H200, one run after the other; a CPU takes many times as long.")
     return 0
 
 

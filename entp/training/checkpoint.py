@@ -33,6 +33,7 @@ from entp.errors import InputError
 from entp.files import CHECKSUMS, Damaged, parse_json, verify_folder, write_folder
 from entp.model.build import build_model
 from entp.tasks.tokens import look_into
+from entp.training.frozen import FOLDER as FROZEN
 from entp.training.frozen import NOTE, join, verify_frozen
 from entp.training.weights import INDEX, WHOLE, read_weights, weight_files, weights_name
 
@@ -216,7 +217,7 @@ def find(path: Path, checkpoint: Literal["best", "last"] = "best") -> Path:
 
 def remove_leftovers(out: Path) -> None:
     """Delete what a killed process left half-written."""
-    for folder in (out / "checkpoints").glob(".*.tmp"):
+    for folder in (*out.glob(f".{FROZEN}.*tmp"), *(out / "checkpoints").glob(".*.tmp")):
         shutil.rmtree(folder, ignore_errors=True)
 
 

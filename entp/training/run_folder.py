@@ -129,7 +129,12 @@ def prepare_folder(
 
 
 def _add_environment(out: Path, now: dict[str, Any]) -> None:
-    """Where the run was started, and each place where it was resumed."""
+    """Where the run was started, and each place where it was resumed.
+
+    What a process left that ended before config.json was there is of no run, unless it is a fork's.
+    """
     before = read_environment(out)
+    if "forked" not in before and not (out / "config.json").exists():
+        before = {}
     data = {**before, "resumed": [*before.get("resumed", []), now]} if before else now
     write_file(out / "environment.json", json.dumps(data, indent=1).encode())

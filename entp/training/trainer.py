@@ -10,6 +10,7 @@ stopped or killed continues as if nothing had happened: bit for bit on a CPU.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -128,7 +129,7 @@ def _not_written(error: OSError, out: Path) -> InputError:
     """What happened to the disk, what is there, and how to go on."""
     last = checkpoint.newest(out)
     kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been written yet"
-    begun = (out / "config.json").exists()
+    begun = os.path.exists(out / "config.json")  # False where the disk does not say
     again = "use --resume" if begun else "start it again"
     if error.errno in FULL:
         fault, remedy = "no space to write to", f"Free space, then {again}."

@@ -139,11 +139,12 @@ def test_keep_best_removes_all_others_and_tells_whether_it_is_whole(copied: Path
 
 
 def test_leftovers_of_a_killed_process_are_removed(copied: Path, tmp_path: Path) -> None:
-    for half in (copied / "checkpoints/.step-00000020.tmp", tmp_path / ".model.tmp"):
+    ours = (".frozen.old.tmp", "checkpoints/.step-00000020.tmp", "checkpoints/.best-00000020.tmp")
+    for half in (*(copied / name for name in ours), tmp_path / ".model.tmp"):
         half.mkdir()
         (half / "half").touch()
     train(small_run(steps=16), copied, device="cpu", resume=True, quiet=True)
-    assert not list((copied / "checkpoints").glob(".*"))
+    assert not list(copied.rglob(".*"))
     save_model(load(copied), tmp_path / "model")
     assert {p.name for p in (tmp_path / "model").iterdir()} == FILES
     assert {p.name for p in tmp_path.iterdir()} == {"copy", "model"}

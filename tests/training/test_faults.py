@@ -9,6 +9,7 @@ import itertools
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from small_runs import TASK, fit, small_run
 from entp.config import EmaConfig, Run, model_for
 from entp.errors import InputError
 from entp.files import CHECKSUMS
-from entp.training.checkpoint import find, load, newest, verify
+from entp.model import Transformer
+from entp.results.environment import read_environment
+from entp.training.checkpoint import find, load, newest, save_model, verify
 from entp.training.initialise import Init
 from entp.training.loggers import read_metrics
 
@@ -171,6 +174,20 @@ def is_line(call: Call) -> bool:
     return call.kind == "write" and call.path.name == "metrics.jsonl"
 
 
+def test_start_that_came_to_nothing_is_no_part_of_a_run(place: Path) -> None:
+    """It may have been on another machine."""
+    copies = Copies(place / "copies")
+    with Disk(place / "run", copies):
+        fit(tiny_run(1), place / "run")
+    begun = [out for _, out in copies if (out / "environment.json").exists()]
+    fresh = [out for out in begun if not (out / "config.json").exists()]
+    assert len(fresh) > 2
+    for out in (*fresh, begun[-1]):
+        go_on(tiny_run(1), out)
+        told = read_environment(out)
+        assert len(told.get("resumed", [])) == (out == begun[-1])
+
+
 def test_copies_are_what_an_end_leaves(place: Path) -> None:
     run, copies = tiny_run(1), Copies(place / "copies")
     with Disk(place / "run", copies) as disk:
@@ -274,6 +291,36 @@ def test_torn_last_line_of_metrics_is_written_again(place: Path) -> None:
         assert [row["step"] for row in read_metrics(out)] == [1, 1, 2, 2]
         go_on(run, out)
         assert state_of(out) == whole, size
+
+
+def test_model_that_is_written_again_is_the_old_one_or_the_new(place: Path) -> None:
+    """Or both are there under other names, between the two calls that exchange them."""
+    old, new = (save_model(seeded_model(n), place / str(n)) for n in (0, 1))
+    allowed, exchanged = [contents(old), contents(new)], 0
+    copies = Copies(place / "copies")
+    shutil.copytree(old, place / "root" / "model")
+    with Disk(place / "root", copies) as disk:
+        save_model(seeded_model(1), place / "root" / "model")
+    for _, root in copies:
+        if (root / "model").exists():
+            assert contents(root / "model") in allowed
+        else:
+            exchanged += 1
+            assert [contents(root / name) for name in (".model.old.tmp", ".model.tmp")] == allowed
+        save_model(seeded_model(1), root / "model")
+        assert contents(root) == contents(place / "root")
+    assert exchanged == 1
+    for number in range(1, len(disk.calls) + 1):
+        root = place / f"root-{number}"
+        shutil.copytree(old, root / "model")
+        with Disk(root, Fails(number, errno.EIO)), suppress(OSError):
+            save_model(seeded_model(1), root / "model")
+        assert contents(root / "model") in allowed, disk.calls[number - 1]
+
+
+def seeded_model(seed: int) -> Transformer:
+    torch.manual_seed(seed)
+    return Transformer(tiny_run().model)
 
 
 @pytest.mark.slow

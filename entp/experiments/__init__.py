@@ -36,5 +36,6 @@ RECIPES: dict[str, str] = {
     "lambada": "entp.experiments.recipes.text_tasks:LAMBADA_RECIPE",
     "chase": "entp.experiments.recipes.chase:RECIPE",
     "path-star": "entp.experiments.recipes.path_star:RECIPE",
+    "path-star-small": "entp.experiments.recipes.path_star:SMALL_RECIPE",
 }
 """Recipes by name and where they live."""

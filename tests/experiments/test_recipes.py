@@ -332,14 +332,17 @@ def test_chase_asks_what_its_rule_decides() -> None:
     assert isinstance(recipe, Recipe)
 
 
-def test_path_star_arms_differ_in_the_mode_alone() -> None:
-    arms = find_recipe("path-star").arms
-    assert len(arms) == 9
-    runs = {(arm.factors["arms"], arm.factors["path"]): [] for arm in arms}
-    for arm in arms:
-        runs[arm.factors["arms"], arm.factors["path"]].append(arm.run)
-        assert (arm.run.task.arms, arm.run.task.path) == (arm.factors["arms"], arm.factors["path"])
+@pytest.mark.parametrize("name", ["path-star", "path-star-small"])
+def test_path_star_arms_differ_in_the_mode_alone(name: str) -> None:
+    runs: dict[Any, list[Any]] = {}
+    for arm in find_recipe(name).arms:
+        task, model, factors = arm.run.task, arm.run.model, arm.factors
+        rest = tuple(value for factor, value in factors.items() if factor != "mode")
+        told = (task.arms, task.path, model.position_embedding)  # type: ignore[attr-defined]
+        assert rest in ((), told)
+        runs.setdefault(rest, []).append(arm.run)
+    assert len(runs) == (4 if name == "path-star" else 1)
     for same in runs.values():
-        assert [run.mode for run in same] == ["entp", "decoder", "prefix-lm"]
+        assert [run.mode for run in same][:2] == ["entp", "decoder"]
         alike = [replace(run, mode="entp", train=same[0].train) for run in same]
-        assert alike == [same[0]] * 3
+        assert alike == [same[0]] * len(same)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from entp.errors import InputError, one_of
@@ -159,6 +159,10 @@ def size_problems(model: Any) -> list[str]:
     ]
 
 
+NEEDS = ("context_length", "vocab", "input_dim", "outputs")
+"""What tasks say that they need of a model."""
+
+
 def model_for(task: Task, size: str = "small", **changes: Any) -> ModelConfig:
     """The model of one of the paper's sizes with the inputs and outputs that `task` needs."""
     if size not in SIZES:
@@ -166,4 +170,7 @@ def model_for(task: Task, size: str = "small", **changes: Any) -> ModelConfig:
     needs = task.model_needs()
     if "positions" in needs:
         raise InputError(f"model_needs of {task.name} has 'positions': call it 'context_length'.")
+    unknown = needs.keys() - {field.name for field in fields(ModelConfig)}
+    if unknown:
+        raise one_of(f"key in model_needs of {task.name}", min(unknown), NEEDS)
     return ModelConfig(**{**needs, **SIZES[size], **changes})

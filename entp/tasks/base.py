@@ -240,11 +240,17 @@ class Task:
     def model_needs(self) -> dict[str, Any]:
         """`context_length`, and `vocab` or `input_dim`, and `outputs` if not the vocabulary, for
         ModelConfig."""
-        raise NotImplementedError
+        raise self._without("model_needs")
 
     def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
         """The batch of one step: the same arguments give the same batch, on any machine."""
-        raise NotImplementedError
+        raise self._without("batch")
+
+    def _without(self, method: str) -> InputError:
+        return InputError(
+            f"the task {self.name} has no method {method}: every task has model_needs and batch "
+            "(docs/add-a-task.md)."
+        )
 
     def split_batches(self, split: Split, size: int) -> int | None:
         """How many batches of this size hold a split exactly once; None if it has no end."""

@@ -333,6 +333,27 @@ def test_model_for_refuses_needs_under_an_old_name() -> None:
         model_for(Old())
 
 
+def test_model_for_refuses_needs_that_it_does_not_know() -> None:
+    class Misspelt(Task):
+        name = "misspelt"
+
+        def model_needs(self) -> dict[str, Any]:
+            return {"vocab": 4, "contextlength": 8}
+
+    with pytest.raises(InputError, match=r"'contextlength'.*Did you mean context_length"):
+        model_for(Misspelt())
+
+
+def test_task_without_a_method_is_told_which() -> None:
+    class Empty(Task):
+        name = "empty"
+
+    with pytest.raises(InputError, match=r"task empty has no method model_needs"):
+        model_for(Empty())
+    with pytest.raises(InputError, match=r"task empty has no method batch"):
+        Empty().batch(0, "train", 0, 8)
+
+
 def test_whole_numbers_of_numpy_become_ints() -> None:
     config = ModelConfig(vocab=np.int64(8), layers=np.int32(2))  # type: ignore[arg-type]
     assert config == ModelConfig(vocab=8, layers=2)

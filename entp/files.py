@@ -57,7 +57,8 @@ def write_folder(folder: Path, files: dict[str, bytes] | Iterable[tuple[str, byt
     for left in (temporary, old):
         shutil.rmtree(left, ignore_errors=True)
     try:
-        temporary.mkdir(parents=True)
+        make_folder(folder.parent)
+        temporary.mkdir()
         for name, data in pairs:
             sums[name] = hashlib.sha256(data).hexdigest()
             write_file(temporary / name, data)
@@ -82,6 +83,14 @@ def _put_into_place(new: Path, folder: Path, old: Path) -> None:
         if there:
             os.rename(old, folder)
         raise
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, so that they survive a power failure."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in new:
+        _sync_folder(path.parent)
 
 
 def verify_folder(folder: Path, needed: tuple[str, ...], extra: tuple[str, ...] = ()) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from entp.config import Run
 from entp.engine.cold_start import warm_math
 from entp.errors import DeviceFailed, InputError, TrainingStopped
-from entp.files import FULL, REFUSED, lock_folder
+from entp.files import FULL, REFUSED, lock_folder, make_folder
 from entp.model.build import build_model
 from entp.tasks.base import Batch, Task
 from entp.tasks.metrics import Totals
@@ -102,7 +102,7 @@ def train(
         copied = read_fork(run, Path(fork)) if fork is not None else None
         world.barrier()  # nobody creates the folder before all have looked at it
         try:
-            out.mkdir(parents=True, exist_ok=True)
+            make_folder(out)
             taken = (
                 f"{out} is being trained by another process: wait for it, or give another --out."
             )

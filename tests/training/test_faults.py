@@ -227,6 +227,18 @@ def test_lines_of_a_checkpoint_are_on_disk_before_it(place: Path) -> None:
     assert ("flush", "metrics.jsonl") in calls[lines[-1] : saved[0]]
 
 
+def test_new_folders_are_on_disk_before_a_checkpoint_is_kept(place: Path) -> None:
+    """Their names are in the folders above, which have to be flushed as well."""
+    out = place / "above" / "run"
+    with Disk(place) as disk:
+        fit(tiny_run(1), out)
+    calls = [(call.kind, call.path) for call in disk.calls]
+    saved = calls.index(("rename", out / "checkpoints/.step-00000001.tmp"))
+    for folder in (out.parent, out, out / "checkpoints"):
+        made = calls.index(("mkdir", folder))
+        assert ("flush", folder.parent) in calls[made:saved], folder
+
+
 def test_read_only_folder_is_told_and_left_alone(place: Path) -> None:
     run = tiny_run()
     whole, begun = whole_state(run, place), begun_run(run, place)

@@ -141,7 +141,7 @@ def _estimate(metric: MetricSpec, seeds: list[Sums]) -> Estimate | None:
 
 def _sampling(metric: MetricSpec, seeds: list[Sums]) -> tuple[float, float] | None:
     """What other test sequences would give, for these very checkpoints."""
-    found = sum(seeds, Sums()).interval()
+    found = sum(seeds, Sums()).interval(bounds=metric.bounds)
     if found is None:
         return None
     return bounded(metric, metric.shown(found[0]), metric.shown(found[1]))

@@ -168,12 +168,19 @@ class Sums:
         """Whether every sequence has weight 1 and value 0 or 1."""
         return self.vv == self.v and self.ww == self.w == self.n
 
-    def interval(self, z: float = 1.96) -> tuple[float, float] | None:
-        """95 % of the mean, other sequences of the same kind being drawn; Wilson's for counts."""
-        if self.counts() and self.n:
-            return wilson(round(self.v), self.n, z)
+    def interval(
+        self, z: float = 1.96, bounds: tuple[float, float] | None = None
+    ) -> tuple[float, float] | None:
+        """95 % of the mean, other sequences of the same kind being drawn; Wilson's for counts, and
+        where all answers of all sequences are right, or wrong: no standard error would be sure."""
+        if self.n and (self.counts() or self._is_extreme(bounds)):
+            return wilson(round(self.mean * self.n), self.n, z)
         error = self.standard_error()
         return None if error is None else (self.mean - z * error, self.mean + z * error)
+
+    def _is_extreme(self, bounds: tuple[float, float] | None) -> bool:
+        """Whether a share is 0 or 1, its squares being known."""
+        return bounds == (0.0, 1.0) and self.vv is not None and self.mean in bounds
 
     def to_json(self) -> list[Any]:
         return [self.n, self.v, self.w, self.vv, self.vw, self.ww]
@@ -246,7 +253,7 @@ class Totals:
 
     def interval(self, name: str) -> tuple[float, float] | None:
         """95 % of a metric, other sequences being drawn."""
-        return self._shown(name, self.all[name].interval())
+        return self._shown(name, self.all[name])
 
     def sliced(self, name: str, by: str) -> dict[str, float]:
         """A metric in each bin of a slice, in order."""
@@ -254,13 +261,15 @@ class Totals:
         return {key: self.metric(name).shown(bins[key].mean) for key in sorted(bins, key=_in_order)}
 
     def sliced_interval(self, name: str, by: str, key: str) -> tuple[float, float] | None:
-        return self._shown(name, self.slices[name][by][key].interval())
+        return self._shown(name, self.slices[name][by][key])
 
-    def _shown(self, name: str, interval: tuple[float, float] | None) -> tuple[float, float] | None:
+    def _shown(self, name: str, sums: Sums) -> tuple[float, float] | None:
+        metric = self.metric(name)
+        interval = sums.interval(bounds=metric.bounds)
         if interval is None:
             return None
-        low, high = (self.metric(name).shown(end) for end in interval)
-        least, most = self.metric(name).bounds or (low, high)
+        low, high = (metric.shown(end) for end in interval)
+        least, most = metric.bounds or (low, high)
         return max(low, least), min(high, most)
 
     def to_json(self) -> dict[str, Any]:

@@ -263,6 +263,17 @@ def test_interval_of_several_targets_in_a_sequence_is_that_of_a_ratio() -> None:
     assert low < totals.value("token_accuracy") < high
 
 
+@pytest.mark.parametrize("right", [0, 1])
+def test_sequences_that_are_all_right_or_all_wrong_leave_doubt(right: int) -> None:
+    """A standard error of 0 would be sure after six sequences; three targets each say no more."""
+    batch = Batch(np.zeros((6, 3)), np.ones((6, 3)))
+    score = {"token_accuracy": token_accuracy(batch, Predicted(np.full(18, right), None))}
+    totals = Totals.of((TOKEN_ACCURACY,), batch, score)
+    assert totals.interval("token_accuracy") == pytest.approx(wilson(6 * right, 6))
+    free = Totals.of((replace(TOKEN_ACCURACY, bounds=None),), batch, score)
+    assert free.interval("token_accuracy") == (right, right)  # not known to be a share
+
+
 def test_interval_ends_at_the_bounds() -> None:
     """Nineteen targets of twenty in one sequence, all in the other: more than all is impossible."""
     batch = Batch(np.zeros((2, 20)), np.ones((2, 20)))

@@ -21,7 +21,7 @@ def memory_counts(width: int, layers: int, rows: int) -> bool:
 
 def default_token_budget(model: ModelProtocol, device: torch.device) -> int:
     """Rows that fit comfortably: 1 GiB of activations on a CPU, 0.4 of a GPU's memory."""
-    per_row = depth(model) * model.width
+    per_row = max(1, depth(model)) * model.width  # a model of one's own may have no blocks
     if device.type != "cuda":
         return max(1024, int(2**30 / (4 * 24 * per_row)))  # 24: measured, see docs/engine.md
     memory = torch.cuda.get_device_properties(device).total_memory

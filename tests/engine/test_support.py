@@ -164,6 +164,34 @@ def test_the_reason_names_the_module() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+class Unigram(torch.nn.Module):
+    """A model that has no blocks, and sees the last token alone."""
+
+    width = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16)
+
+    def stack(self) -> list[Any]:
+        return []
+
+    def embed(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        return self.tokens(x)
+
+    def encode(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        return self.tokens(x)
+
+    def readout(self, h: Tensor) -> Tensor:
+        return self.head(h)
+
+
+@pytest.mark.filterwarnings("ignore::entp.errors.EngineWarning")
+def test_a_model_without_blocks_runs_by_the_reference() -> None:
+    model, x = Unigram(), torch.randint(16, (2, 5))
+    torch.testing.assert_close(entp.all_prefixes(model, x), model.readout(model.encode(x)))
+
+
 def test_layers_quantised_by_torch_run_by_the_reference() -> None:
     """Their scale is that of all rows together, so packed rows give other numbers: 0.1 of 5."""
     quantize = pytest.importorskip("torch.ao.quantization").quantize_dynamic

@@ -26,6 +26,8 @@ from entp.experiments.recipe import ArmRun
 from entp.experiments.study import Study
 from entp.experiments.testing import is_measured, measure_best, stopping_at_signals
 from entp.experiments.workers import Ending, in_parallel
+from entp.results.schema import RunRecord
+from entp.training.checkpoint import newest, step_of
 from entp.training.distributed import World, pick_device
 from entp.training.initialise import Init, read_init
 from entp.training.mps import Shared, shared_gpu
@@ -202,7 +204,7 @@ def run_arm(item: Item, resources: Resources, quiet: bool = False) -> int | None
 def _carry_out(item: Item, resources: Resources, quiet: bool) -> int | None:
     arm, folder = item.arm, find_folder(item.arm, item.root)
     before = read_folder(arm, item.root)
-    if before is None or not before.done:
+    if not _is_trained(arm, folder, before):
         run = _limited(arm.run, resources.max_minutes)
         begun = (folder / "config.json").exists()
         init = _beginning(item)
@@ -217,6 +219,19 @@ def _carry_out(item: Item, resources: Resources, quiet: bool) -> int | None:
             item.study.write_so_far()
             measure_best(arm, folder, pick_device(resources.device, World()), concurrent)
     return signals.caught
+
+
+def _is_trained(arm: ArmRun, folder: Path, found: RunRecord | None) -> bool:
+    """Whether only the test is left to do. A process that ended between the last evaluation and its
+    checkpoint leaves the metrics of a run that is done, and the weights of an earlier step."""
+    if found is None or not found.done:
+        return False
+    if read_test(folder, arm.run, arm.test_name) is not None:
+        return True
+    last = newest(folder)
+    if last is not None:
+        return step_of(last) >= found.steps
+    return newest(folder, "best") is not None and not arm.test_last
 
 
 def _beginning(item: Item) -> Init | None:

@@ -97,7 +97,7 @@ def keep_last(out: Path, step: int) -> None:
     Later ones are damaged, or training would have gone on from them.
     """
     found = _checkpoints(out, "step")
-    kept = [folder for folder in found if _step(folder) <= step][:KEEP]
+    kept = [folder for folder in found if step_of(folder) <= step][:KEEP]
     for folder in found:
         if folder not in kept:
             shutil.rmtree(folder, ignore_errors=True)
@@ -111,7 +111,7 @@ def keep_best(out: Path, step: int | None) -> bool:
     """
     kept = False
     for folder in _checkpoints(out, "best"):
-        if _step(folder) == step:
+        if step_of(folder) == step:
             kept = is_whole(folder)
         else:
             shutil.rmtree(folder, ignore_errors=True)
@@ -229,10 +229,10 @@ def _checkpoints(out: Path, kind: str) -> list[Path]:
         for p in (out / "checkpoints").glob(f"{kind}-*")
         if p.is_dir() and p.name.removeprefix(f"{kind}-").isdecimal()
     ]
-    return sorted(found, key=_step, reverse=True)
+    return sorted(found, key=step_of, reverse=True)
 
 
-def _step(folder: Path) -> int:
+def step_of(folder: Path) -> int:
     """The step of a checkpoint folder."""
     return int(folder.name.partition("-")[2])
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import sys
+import time
+
+SILENCE = 60.0
+"""Seconds after which there is a line without an evaluation, where there is no bar."""
 
 
 def format_table(head: list[str], rows: list[list[str]], *, left: bool = False) -> str:
@@ -21,14 +25,16 @@ def format_table(head: list[str], rows: list[list[str]], *, left: bool = False) 
 
 
 class Progress:
-    """A bar on a terminal, a line per evaluation elsewhere, nothing when quiet or not the first
-    process."""
+    """A bar on a terminal; elsewhere a line per evaluation, and per minute of slow steps. Nothing
+    when quiet or not the first process."""
 
     def __init__(
         self, label: str, total: int, start: int, show: bool, most_seconds: float | None = None
     ) -> None:
         self.show, self.label, self.total, self.most_seconds = show, label, total, most_seconds
         self.expected = total
+        self.told = time.monotonic()
+        """When the last line was printed."""
         self.bar = None
         if show and sys.stderr.isatty():
             from tqdm import tqdm
@@ -41,6 +47,8 @@ class Progress:
             self.bar.update(step - self.bar.n)
             if notes:
                 self.bar.set_postfix({k: f"{v:.4g}" for k, v in notes.items()})
+        elif time.monotonic() - self.told > SILENCE:
+            self.line(step, notes or {})
 
     def clock(self, step: int, seconds: float) -> None:
         """So many steps took so long: how many there will be, where the clock ends them first."""
@@ -52,13 +60,11 @@ class Progress:
     def line(self, step: int, values: dict[str, float]) -> None:
         """An evaluation, for people without a bar."""
         if self.show and self.bar is None:
-            text = "  ".join(f"{k} {v:.4g}" for k, v in values.items())
+            self.told = time.monotonic()
+            text = "".join(f"  {k} {v:.4g}" for k, v in values.items())
             about = "" if self.expected == self.total else "about "
-            print(
-                f"{self.label}: step {step}/{about}{self.expected}  {text}",
-                file=sys.stderr,
-                flush=True,
-            )
+            place = f"{self.label}: step {step}/{about}{self.expected}"
+            print(f"{place}{text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self.bar is not None:

@@ -236,6 +236,18 @@ def test_lines_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert max(expected) < 100_000  # not a million steps, which would take days
 
 
+def test_slow_steps_are_told_between_evaluations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where an evaluation is an hour away, a line a minute says how far it is."""
+    steps = r"count3 entp: step (\d)/6"
+    assert main([*TRAIN, f"--out={tmp_path / 'quick'}"]) == 0
+    assert re.findall(steps, capsys.readouterr().err) == ["3", "6"]
+    monkeypatch.setattr("entp.terminal.SILENCE", 0.0)
+    assert main([*TRAIN, f"--out={tmp_path / 'slow'}"]) == 0
+    assert list(dict.fromkeys(re.findall(steps, capsys.readouterr().err))) == list("123456")
+
+
 @pytest.mark.parametrize("words", [["--help"], ["tasks", "count3"]])
 def test_a_reader_that_stops_reading_is_no_error(words: list[str], tmp_path: Path) -> None:
     """As in `entp --help | head -1`: the pipe's other end is closed before anything is written."""

@@ -61,7 +61,7 @@ class Found(NamedTuple):
     @property
     def arm(self) -> str:
         """What runs of one arm have in common."""
-        return config_hash(replace(self.run, seed=0, init="")) + self.source
+        return f"{config_hash(replace(self.run, seed=0, init=''))} {self.source} {self.run.steps}"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -323,6 +323,8 @@ def _same_arm(one: Found, recorded: Record, path: Path) -> tuple[str, list[RunRe
                 config = run_from_json(run.config, str(path))
             except InputError:  # a task that is not imported
                 continue
+            if config.task.name != one.run.task.name:
+                continue
             theirs = _flat({**run_to_json(config), "seed": 0, "init": ""})
             ours = {**one.config, "init": ""}
             apart = [
@@ -335,7 +337,9 @@ def _same_arm(one: Found, recorded: Record, path: Path) -> tuple[str, list[RunRe
                 return label, others or arm.runs
             nearest.setdefault(label, [f"{p} {ours.get(p)} and {theirs.get(p)}" for p in apart])
     if not nearest:
-        raise InputError(f"{path} has no run to compare with: record some first.")
+        raise InputError(
+            f"{path} has no run of the task {one.run.task.name} to compare {one.folder} with."
+        )
     label = min(nearest, key=lambda name: len(nearest[name]))
     told = "; ".join(nearest[label][:5])
     raise InputError(

@@ -72,6 +72,22 @@ def test_longer_run_is_compared_at_as_many_sequences(runs: Path) -> None:
     assert f"{at_20:#.4g}" in row
 
 
+def test_longer_run_of_the_same_settings_is_an_arm_of_its_own(runs: Path, tmp_path: Path) -> None:
+    every = {"eval_every": 5, "monitor": "loss"}
+    fit(small_run(mode="decoder", steps=30, train=every), tmp_path / "longer")
+    record = compared_runs([runs / "decoder-0", tmp_path / "longer"])
+    assert list(record.arms) == ["steps 20", "steps 30"]
+
+
+def test_record_of_another_task_is_refused(runs: Path, tmp_path: Path) -> None:
+    recorded = tmp_path / "recorded.json"
+    write_record(recorded, compared_runs(some(runs, "decoder-1")))
+    task = Count2(prompt_length=4, length=10, num_values=10)
+    fit(small_run(task=task, steps=5, train={"eval_every": 5}), tmp_path / "count2")
+    with pytest.raises(InputError, match="no run of the task count2"):
+        against_recorded(tmp_path / "count2", recorded)
+
+
 def test_same_run_twice_is_refused(runs: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(runs / "entp-0", tmp_path / "copy")
     with pytest.raises(InputError, match="same run, seed 0"):

@@ -164,8 +164,9 @@ def test_run_can_be_taken_whatever_call_of_its_owner_fails(code: int, place: Pat
 
 
 def is_not_inside(call: Call) -> bool:
-    """Not of a checkpoint that is being written, which training's own tests go through."""
-    return not call.path.parent.name.endswith(".tmp")
+    """Not of a checkpoint or line that is being written: training's own tests go through those."""
+    line = call.kind == "write" and call.path.name == "metrics.jsonl"
+    return not line and not call.path.parent.name.endswith(".tmp")
 
 
 def result(found: Outcome) -> list[object]:
@@ -190,4 +191,4 @@ def test_recipe_comes_to_the_same_whenever_the_process_ends(place: Path) -> None
         again = reproduce(recipe, root, device="cpu", record=root / "all.json")
         assert result(again) == result(found), call
         assert not [path for path in root.rglob(".*") if path.name != claims.FOLDER], call
-    assert len(copies.found) > 60
+    assert len(copies.found) > 50

@@ -69,12 +69,19 @@ def equal_table(record: Record) -> TableText | None:
             if most is not None:
                 found = [values_within(arm, metric.name, axis, most) for arm in arms]
                 cells = [_spread(v, metric) if v else NONE for v in found]
-                rows.append([label, other, EQUAL[axis].format(most), *cells])
+                rows.append([label, other, _equal(axis, most), *cells])
     if not rows:
         return None
     return TableText(
         ["arm", "against", "at equal", "mean, sd, n", "mean, sd, n of the other"], rows
     )
+
+
+def _equal(axis: str, most: float) -> str:
+    """ "160 sequences", and a short time with its first digits."""
+    if axis == "seconds" and most < 10:
+        return f"{most:.2g} seconds"
+    return EQUAL[axis].format(most)
 
 
 def _most(arms: list[ArmRecord], axis: str) -> float | None:

@@ -15,7 +15,14 @@ from entp.engine.protocol import depth
 from entp.errors import InputError, one_of
 from entp.tasks.base import IGNORE, Batch, Split, Task
 from entp.tasks.metrics import Predicted, Totals
-from entp.training.cover import COVERED_MODES, joinable, joined, prefix_rows, without_lengths
+from entp.training.cover import (
+    COVERED_MODES,
+    joinable,
+    joined,
+    prefix_rows,
+    real_tokens,
+    without_lengths,
+)
 from entp.training.distributed import World
 from entp.training.forward import Forward
 
@@ -167,6 +174,19 @@ def check_targets(task: Task, batch: Batch, outputs: int) -> None:
         raise InputError(
             f"{task.name} has the target {wrong[0]}: targets are 0 to {outputs - 1}, or {IGNORE} "
             "where there is none."
+        )
+
+
+def check_tokens(task: Task, batch: Batch, vocab: int | None) -> None:
+    """InputError for tokens that the model does not know, padding aside."""
+    if vocab is None or batch.x.ndim != 2:
+        return
+    tokens = batch.x[real_tokens(batch)]
+    wrong = tokens[(tokens < 0) | (tokens >= vocab)]
+    if len(wrong):
+        raise InputError(
+            f"{task.name} has the token {wrong[0]}: the model has the tokens 0 to {vocab - 1}. "
+            'Let "vocab" of its model_needs be as many as there are.'
         )
 
 

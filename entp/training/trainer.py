@@ -34,7 +34,7 @@ from entp.terminal import Progress
 from entp.training import checkpoint
 from entp.training.cuda_graph import Stepper
 from entp.training.distributed import Stop, World, join
-from entp.training.evaluate import check_targets, evaluate, split_batches
+from entp.training.evaluate import check_targets, check_tokens, evaluate, split_batches
 from entp.training.forward import Forward
 from entp.training.frozen import Frozen
 from entp.training.initialise import Init, check_beginning, load_init, with_init
@@ -159,6 +159,7 @@ def _check(run: Run, world: World) -> None:
             "learned or none."
         )
     one = run.task.batch(run.seed, "train", 0, run.batch_size)
+    check_tokens(run.task, one, run.model.vocab)
     check_targets(run.task, one, run.model.outputs or run.model.vocab or 0)
     for technique in plan.techniques:
         technique.check(run, one, world)

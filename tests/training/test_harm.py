@@ -213,6 +213,30 @@ def test_numbers_of_any_type_train_alike(ten: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "beyond").exists()
 
 
+@dataclass(frozen=True)
+class Beyond(Count3):
+    """Has tokens that the model does not know; as padding alone, they are nobody's."""
+
+    name: ClassVar[str] = "beyond"
+    padding: bool = False
+
+    def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
+        batch = super().batch(seed, split, step, size)
+        x, y = batch.x.copy(), batch.y.copy()
+        x[:, -1], y[:, -1] = 99, IGNORE
+        lengths = np.full(size, x.shape[1] - 1) if self.padding else None
+        return Batch(x, y, lengths)
+
+
+def test_unknown_tokens_are_refused_before_there_is_a_folder(tmp_path: Path) -> None:
+    run = small_run(task=Beyond(prompt_length=4, length=10, num_values=10), steps=2)
+    with pytest.raises(InputError, match=r"beyond has the token 99: the model has .* 0 to 9\."):
+        train(run, tmp_path / "out", device="cpu", quiet=True)
+    assert not (tmp_path / "out").exists()
+    padded = replace(run, task=replace(run.task, padding=True))  # type: ignore[call-arg]
+    assert train(padded, tmp_path / "out", device="cpu", quiet=True).step == 2
+
+
 def test_file_behind_a_link_is_written(tmp_path: Path) -> None:
     (tmp_path / "there").write_bytes(b"old")
     (tmp_path / "link").symlink_to(tmp_path / "there")

@@ -88,7 +88,7 @@ RECIPE = Recipe(
         ),
     ],
     tiny_run=tiny_run,
-    tiny_arms={"arms": 5},
+    tiny_arms={"mode": ["ENTP", "decoder"], "arms": 5, "positions": "rotary"},
     table=Table(
         rows=("path", "arms", "positions"), columns="mode", cells="exact_match", versus="mode"
     ),

@@ -184,9 +184,14 @@ class Task:
             return {"loss": mean_loss(got)}
         return {
             "exact_match": exact_match(batch, got),
-            "token_accuracy": token_accuracy(batch, got),
+            "token_accuracy": token_accuracy(batch, got, self.token_slices(batch)),
             "loss": mean_loss(got),
         }
+
+    def token_slices(self, batch: Batch) -> dict[str, np.ndarray] | None:
+        """The bins of the targets by slice of token accuracy, as `metrics` names them. None: by
+        length."""
+        return None
 
     def measure_texts(self, batch: Batch, rows: list[list[int]]) -> dict[str, Score | None]:
         """Scores of the tokens that a model wrote after each prompt, of a task that `writes`."""

@@ -18,17 +18,7 @@ import numpy as np
 from entp.errors import InputError
 from entp.fields import check_numbers, choice_problems, raise_problems
 from entp.tasks.base import IGNORE, Baseline, Batch, Split, Task, few_sequences
-from entp.tasks.metrics import (
-    EXACT_MATCH,
-    LOSS,
-    TOKEN_ACCURACY,
-    Metric,
-    Predicted,
-    Score,
-    exact_match,
-    mean_loss,
-    token_accuracy,
-)
+from entp.tasks.metrics import EXACT_MATCH, LOSS, TOKEN_ACCURACY, Metric, Predicted
 
 
 @dataclass(frozen=True)
@@ -85,13 +75,8 @@ class PathStar(Task):
     def metrics(self) -> tuple[Metric, ...]:
         return EXACT_MATCH, replace(TOKEN_ACCURACY, slices=("step",)), LOSS
 
-    def measure(self, batch: Batch, got: Predicted) -> dict[str, Score | None]:
-        steps = batch.position - self.prefix + 2
-        return {
-            "exact_match": exact_match(batch, got),
-            "token_accuracy": token_accuracy(batch, got, {"step": steps}),
-            "loss": mean_loss(got),
-        }
+    def token_slices(self, batch: Batch) -> dict[str, np.ndarray]:
+        return {"step": batch.position - self.prefix + 2}
 
     def baselines(self) -> dict[str, Baseline]:
         return {"one edge": self._one_edge}

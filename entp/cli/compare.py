@@ -42,7 +42,8 @@ def compare_command(args: list[str]) -> int:
 
 
 def _compared(folders: list[Path], options: CompareOptions) -> str:
-    from entp.experiments.compare import against_recorded, compared_runs, comparison
+    from entp.experiments.compare import compared_runs, comparison
+    from entp.experiments.recorded import against_recorded
     from entp.report.figures import draw_record
     from entp.results.store import write_record
 

@@ -14,10 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from entp.config import Run
-from entp.config.json import config_hash, read_run, run_from_json, run_to_json
+from entp.config.json import config_hash, read_run, run_to_json
 from entp.data.places import add_place
 from entp.errors import InputError
 from entp.experiments.collect import folder_record
@@ -35,9 +33,7 @@ from entp.results.schema import (
     RunRecord,
     Table,
 )
-from entp.results.store import read_record
 from entp.results.summary import best, bounded, values_of
-from entp.stats import prediction_interval
 from entp.terminal import format_table
 
 AXES = ("sequences", "flops", "seconds")
@@ -45,8 +41,6 @@ MODES = {"entp": "ENTP"}
 """How modes are called in records."""
 UNNAMED = ("seed", "init", "train")
 """Fields that name no arm: `train` decides how a run is watched, unless nothing else differs."""
-STAGES = 5
-"""Points of training at which a run is held against recorded ones."""
 
 
 class Found(NamedTuple):
@@ -66,13 +60,13 @@ class Found(NamedTuple):
     @property
     def config(self) -> dict[str, Any]:
         """What makes the arm, by dotted name."""
-        return _flat({**run_to_json(self.run), "seed": 0, "init": self.source})
+        return flat({**run_to_json(self.run), "seed": 0, "init": self.source})
 
 
 def compared_runs(folders: Sequence[Path], metric: str | None = None) -> Record:
     """A record of these runs; metric: what is compared, else the task's first."""
-    found = [_read(folder) for folder in folders]
-    metrics = _metrics(found, metric)
+    found = [read_found(folder) for folder in folders]
+    metrics = metrics_of(found, metric)
     arms: dict[str, ArmRecord] = {}
     for label, factors, runs in _arms(found):
         _refuse_twins(runs)
@@ -94,7 +88,7 @@ def compared_runs(folders: Sequence[Path], metric: str | None = None) -> Record:
     )
 
 
-def _read(folder: Path) -> Found:
+def read_found(folder: Path) -> Found:
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder} is no run folder: give the --out of an `entp train`.")
     add_place(folder)  # a run of text keeps what its corpus says
@@ -106,7 +100,7 @@ def _read(folder: Path) -> Found:
     return Found(folder, run, str((begun or {}).get("config") or run.init), record)
 
 
-def _metrics(found: Sequence[Found], name: str | None) -> list[MetricSpec]:
+def metrics_of(found: Sequence[Found], name: str | None) -> list[MetricSpec]:
     """The metrics of the runs' task, the compared one first."""
     tasks = {one.run.task.name: one.folder for one in found}
     if len(tasks) > 1:
@@ -170,13 +164,13 @@ def _label(factors: dict[str, Any]) -> str:
     return ", ".join(told) or "all"
 
 
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
+def flat(value: Any, path: str = "") -> dict[str, Any]:
     """Plain values by dotted names."""
     if not isinstance(value, dict):
         return {path: "none" if value is None else value}
     found: dict[str, Any] = {}
     for name, inner in value.items():
-        found |= _flat(inner, f"{path}.{name}" if path else name)
+        found |= flat(inner, f"{path}.{name}" if path else name)
     return found
 
 
@@ -193,16 +187,16 @@ def _refuse_twins(runs: Sequence[Found]) -> None:
 
 def comparison(record: Record) -> str:
     """Tables for the terminal: the arms, their differences over seeds, and at equal training."""
-    parts = [_printed("", _arms_table(record))]
+    parts = [printed("", _arms_table(record))]
     if any(pairs_of(record)):
-        parts.append(_printed(_about_differences(record), _differences(record)))
+        parts.append(printed(_about_differences(record), _differences(record)))
     equal = equal_table(record)
     if equal is not None:
-        parts.append(_printed(f"{about_equal(record)}:", equal))
+        parts.append(printed(f"{about_equal(record)}:", equal))
     return "\n\n".join([*parts, *_notes(record)])
 
 
-def _printed(about: str, table: TableText) -> str:
+def printed(about: str, table: TableText) -> str:
     text = format_table(table.head, table.rows)
     return f"{about}\n\n{text}" if about else text
 
@@ -241,10 +235,10 @@ def _ends(values: Sequence[int]) -> str:
 def _interval(found: Estimate | None, metric: MetricSpec) -> str:
     if found is None or found.interval is None:
         return NONE
-    return _between(bounded(metric, *found.interval), metric)
+    return between(bounded(metric, *found.interval), metric)
 
 
-def _between(ends: Sequence[float], metric: MetricSpec) -> str:
+def between(ends: Sequence[float], metric: MetricSpec) -> str:
     return " to ".join(number(end, metric) for end in ends)
 
 
@@ -299,82 +293,3 @@ def _notes(record: Record) -> list[str]:
         if not run.done
     ]
     return [*told, *([f"Not finished: {'; '.join(unfinished)}."] if unfinished else [])]
-
-
-def against_recorded(folder: Path, path: Path, metric: str | None = None) -> str:
-    """A table: the values of a run beside those that other seeds of the same configuration had at
-    the same steps, from a file of results."""
-    one, recorded = _read(folder), read_record(path)
-    spec = _metrics([one], metric)[0]
-    label, runs = _same_arm(one, recorded, path)
-    rows = [_held_against(point, runs, spec) for point in _stages(one.record, spec)]
-    head = ["step", f"validation {title(spec)}", "recorded, mean", "one more seed, 95 %", "inside"]
-    about = f"{folder} beside {label} of {path}, seeds {', '.join(str(run.seed) for run in runs)}:"
-    few = "" if len(runs) > 1 else "\n\nOne recorded seed tells no interval."
-    return _printed(about, TableText(head, rows)) + few
-
-
-def _same_arm(one: Found, recorded: Record, path: Path) -> tuple[str, list[RunRecord]]:
-    """The recorded arm with this configuration, and its runs of other seeds."""
-    nearest: dict[str, list[str]] = {}
-    for label, arm in recorded.arms.items():
-        for run in arm.runs:
-            try:
-                config = run_from_json(run.config, str(path))
-            except InputError:  # a task that is not imported
-                continue
-            if config.task.name != one.run.task.name:
-                continue
-            theirs = _flat({**run_to_json(config), "seed": 0, "init": ""})
-            ours = {**one.config, "init": ""}
-            apart = [
-                p
-                for p in sorted(ours.keys() | theirs.keys())
-                if p.split(".")[0] != "train" and ours.get(p) != theirs.get(p)
-            ]
-            if not apart:
-                others = [r for r in arm.runs if r.config_hash != one.record.config_hash]
-                return label, others or arm.runs
-            nearest.setdefault(label, [f"{p} {ours.get(p)} and {theirs.get(p)}" for p in apart])
-    if not nearest:
-        raise InputError(
-            f"{path} has no run of the task {one.run.task.name} to compare {one.folder} with."
-        )
-    label = min(nearest, key=lambda name: len(nearest[name]))
-    told = "; ".join(nearest[label][:5])
-    raise InputError(
-        f"{path} has no run with the settings of {one.folder}. The nearest arm is {label}, which "
-        f"differs in {told} (yours and theirs)."
-    )
-
-
-def _stages(run: RunRecord, metric: MetricSpec) -> list[Any]:
-    """A few evaluations, evenly spread, the last one included."""
-    there = [point for point in run.curve if metric.name in point.values]
-    stride = -(-len(there) // STAGES) or 1
-    return there[::-1][::stride][::-1]
-
-
-def _held_against(point: Any, runs: Sequence[RunRecord], metric: MetricSpec) -> list[str]:
-    value = point.values[metric.name]
-    theirs = [v for run in runs if (v := _at(run, point.step, metric)) is not None]
-    row = [f"{point.step:,}", number(value, metric)]
-    if not theirs:
-        return [*row, NONE, NONE, "not recorded"]
-    row.append(number(sum(theirs) / len(theirs), metric))
-    ends = prediction_interval(theirs)
-    if ends is None:
-        return [*row, NONE, NONE]
-    return [
-        *row,
-        _between(bounded(metric, *ends), metric),
-        "yes" if ends[0] <= value <= ends[1] else "NO",
-    ]
-
-
-def _at(run: RunRecord, step: int, metric: MetricSpec) -> float | None:
-    """The validation value at a step, between the evaluations beside it."""
-    known = {p.step: p.values[metric.name] for p in run.curve if metric.name in p.values}
-    if not known or not min(known) <= step <= max(known):
-        return None
-    return float(np.interp(step, list(known), list(known.values())))

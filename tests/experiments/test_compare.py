@@ -10,7 +10,8 @@ import pytest
 from small_runs import entp, fit, small_run
 
 from entp.errors import InputError
-from entp.experiments.compare import against_recorded, compared_runs, comparison
+from entp.experiments.compare import compared_runs, comparison
+from entp.experiments.recorded import against_recorded
 from entp.files import parse_json
 from entp.results.store import read_record, write_record
 from entp.stats import prediction_interval

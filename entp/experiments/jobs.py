@@ -21,9 +21,12 @@ from entp.experiments.collect import read_folder
 from entp.experiments.cost import carrying
 from entp.experiments.recipe import ArmRun
 from entp.training import prefetch
-from entp.training.cover import Cover
+from entp.training.cover import Cover, prefix_rows
 from entp.training.cuda_graph import MOST_COVER
+from entp.training.drawn import drawn
+from entp.training.forward import Forward
 from entp.training.plan import Plan
+from entp.training.prefix_rows import MOST_ROWS, PrefixRows
 
 AT_ONCE, IN_TURNS = 8, 2
 """Most runs that share a GPU, where their kernels run at the same time and where they take turns:
@@ -46,8 +49,8 @@ layers and 1.6 ms with 8 (docs/LOG.md)."""
 RATE, RATE_OF_WIDTH, MOST_RATE = 75e12, 0.77e12, 4e14
 """FLOPs a second of what is computed in addition, and by width: fitted to steps of widths 128, 192,
 256 and 384, which are 173, 223, 272 and 371e12 (results/engine_speed.json)."""
-PRETRAINED_RATE = 1.2e14
-"""The same of HuggingFace's models, by the time that a GPU works in `packed`."""
+PRETRAINED_RATE = 9e13
+"""The same of HuggingFace's models: a decoder's step of SmolLM2 with LoRA, 6e12, takes 66 ms."""
 COVERED = 32
 """Padded batches that tell what a captured step of them computes."""
 
@@ -92,14 +95,24 @@ def _step(run: Run, plan: Plan, step: int) -> Step:
     """One step; a task's own curriculum is over at the end of a part, if at all."""
     size = plan.batch_size(step)
     batch = run.task.batch(0, "train", step, size)
-    targets = carrying(run, step, batch)
-    if batch.lengths is not None and run.random_targets is None and run.importance is None:
-        cover = Cover()  # what a captured step computes
+    targets, mode = carrying(run, step, batch), plan.mode(step)
+    if batch.lengths is not None:  # what a captured step computes
+        cover, alone = Cover(), PrefixRows()
         for other in range(max(0, step - COVERED), step + 1):
-            cover.grow(run.task.batch(0, "train", other, size))
-        if cover.cost(batch, plan.mode(step)) <= MOST_COVER:
-            targets = torch.from_numpy(cover.mask)
-    if plan.mode(step) == "entp":
+            given = run.task.batch(0, "train", other, size)
+            own = drawn(given, Forward.of(run, mode), other, plan.techniques)
+            if own is None:
+                break
+            cover.grow(own)
+            alone.grow(own)
+        else:
+            assert own is not None
+            if cover.cost(own, mode) <= MOST_COVER:
+                targets = torch.from_numpy(cover.mask)
+            elif mode == "entp" and alone.rows <= min(MOST_ROWS, MOST_COVER * prefix_rows(own)):
+                targets, mode = torch.zeros(alone.count, alone.width, dtype=torch.bool), "prefix-lm"
+                targets[:, 0] = True
+    if mode == "entp":
         return Step(sum(rows_of(targets)), engine_flops(run.model, targets).total)
     return Step(targets.numel(), decoder_flops(run.model, targets).total)
 

@@ -95,7 +95,40 @@ def ranks(mask: np.ndarray) -> np.ndarray:
     return np.lexsort((mask.sum(1), np.where(mask.any(1), last, 0)))
 
 
-class Cover:
+class Misses:
+    """A shape for padded batches, which grows for many that it does not hold, not for each."""
+
+    def __init__(self) -> None:
+        self.missed: list[Batch] = []
+        """Batches that it does not hold."""
+
+    def holds(self, batch: Batch) -> bool:
+        """Whether the batch fits as it is."""
+        raise NotImplementedError
+
+    def _grow(self, batches: list[Batch]) -> None:
+        """Hold these, too."""
+        raise NotImplementedError
+
+    def grow(self, batch: Batch) -> bool:
+        """Whether it had to grow to hold this batch."""
+        if self.holds(batch):
+            return False
+        self._grow([batch])
+        return True
+
+    def miss(self, batch: Batch) -> bool:
+        """Note a batch that it does not hold; whether there were so many by now that it grew to
+        hold them all."""
+        self.missed.append(batch)
+        if len(self.missed) < MOST_MISSES:
+            return False
+        self._grow(self.missed)
+        self.missed = []
+        return True
+
+
+class Cover(Misses):
     """A shape for all padded batches of one size: the largest width, and where there are targets in
     its first row, its second and so on, for batches whose rows are put in the order of `ranks`.
 
@@ -107,14 +140,11 @@ class Cover:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.seen: np.ndarray = np.zeros((0, 0), bool)
         """(size, width) where any batch had a target in its row of that rank."""
         self.mask: np.ndarray = self.seen
         """The same, with the ranks beside."""
-        self.missed: np.ndarray | None = None
-        """Where batches have targets that it does not hold."""
-        self.misses = 0
-        """How many they are."""
         self.rows = 0
         """Rows of the prefixes that end at its targets."""
 
@@ -127,26 +157,10 @@ class Cover:
         own = _ranked(batch)
         return own.shape[1] <= self.width and not (own & ~self.mask[:, : own.shape[1]]).any()
 
-    def grow(self, batch: Batch) -> bool:
-        """Whether the cover had to grow to hold this batch."""
-        if self.holds(batch):
-            return False
-        self._add(_ranked(batch))
-        return True
-
-    def miss(self, batch: Batch) -> bool:
-        """Note a batch that it does not hold; whether there were so many by now that it grew to
-        hold them all."""
-        self.missed = _union(self.missed, _ranked(batch))
-        self.misses += 1
-        if self.misses < MOST_MISSES:
-            return False
-        self._add(self.missed)
-        self.missed, self.misses = None, 0
-        return True
-
-    def _add(self, own: np.ndarray) -> None:
-        self.seen = _union(self.seen, own) if self.width else own
+    def _grow(self, batches: list[Batch]) -> None:
+        for batch in batches:
+            own = _ranked(batch)
+            self.seen = _union(self.seen, own) if self.seen.size else own
         self.mask = self.seen.copy()
         for by in range(1, NEIGHBOURS + 1):
             self.mask[by:] |= self.seen[:-by]
@@ -161,7 +175,7 @@ class Cover:
 
     def __call__(self, batch: Batch) -> Batch | None:
         """The batch in the cover's shape and order, without lengths; None if it has targets in its
-        padding."""
+        padding. It keeps its prefix_lengths."""
         size, time = batch.y.shape
         order = ranks(batch.target_mask)
         mask, real = batch.target_mask[order], real_tokens(batch)[order]
@@ -179,7 +193,9 @@ class Cover:
         if batch.position_ids is not None:
             ids = np.zeros_like(y, batch.position_ids.dtype)
             np.copyto(ids[:, :time], batch.position_ids[order], where=real)
-        return Batch(x, y, position_ids=ids, loss_weights=weights)
+        first = batch.prefix_lengths
+        first = None if first is None else first[order]
+        return Batch(x, y, position_ids=ids, loss_weights=weights, prefix_lengths=first)
 
 
 def _ranked(batch: Batch) -> np.ndarray:
@@ -188,10 +204,8 @@ def _ranked(batch: Batch) -> np.ndarray:
     return mask[ranks(mask)]
 
 
-def _union(one: np.ndarray | None, two: np.ndarray) -> np.ndarray:
+def _union(one: np.ndarray, two: np.ndarray) -> np.ndarray:
     """Where either has a target, as wide as the wider."""
-    if one is None:
-        return two
     found: np.ndarray = np.zeros((len(two), max(one.shape[1], two.shape[1])), bool)
     found[:, : one.shape[1]] = one
     found[:, : two.shape[1]] |= two

@@ -3,13 +3,16 @@
 A graph replays captured kernels on fixed memory, so that the GPU never waits for Python: what
 bounds small models otherwise. A step is captured when the same shapes and the same targets have
 come a few times, and replayed whenever they come again. Padded batches are given one shape and the
-same targets (cover.py); the few that do not fit run as they are.
+same targets (cover.py, prefix_rows.py); the few that do not fit run as they are.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,17 +20,20 @@ from torch import Tensor
 
 from entp.config import OptimConfig
 from entp.engine.api import choose
+from entp.engine.protocol import causal_stack
 from entp.engine.streams import side_stream
 from entp.engine.support import Support, support_of
 from entp.errors import EngineWarning
 from entp.tasks.base import Batch, Task
-from entp.training.cover import COVERED_MODES, Cover
+from entp.training.cover import Cover
 from entp.training.distributed import Stop, World
+from entp.training.drawn import drawn
 from entp.training.forward import Forward
 from entp.training.gradients import Updated, gradients, update
 from entp.training.inputs import Inputs, chunk_tables, make_inputs, step_arrays
 from entp.training.optimizers import renew_preconditioners, set_learning_rate
 from entp.training.plan import Plan
+from entp.training.prefix_rows import MOST_ROWS, PrefixRows
 from entp.training.state import State
 from entp.training.techniques.base import Coming, Technique
 
@@ -42,7 +48,7 @@ IDLE_STEPS = 200
 """Steps without its shape after which a graph makes room for another: sequences may grow in the
 course of training."""
 MOST_COVER = 8
-"""Rows that a padded batch may have in its cover, as a multiple of its own."""
+"""Rows that a padded batch may have in its shape, as a multiple of its own."""
 LOOK_AHEAD = 256
 """Batches that covers are made for before the first step."""
 MOST_WAIT = 8
@@ -51,6 +57,17 @@ most."""
 NOBODY = Stop()
 STEPS_AHEAD = 4
 """Steps that may wait for the device at a time."""
+
+
+class Ready(NamedTuple):
+    """A step as it is computed."""
+
+    how: Forward
+    batch: Batch
+    shape: str
+    """The shape that a padded batch was given; "" for one without padding."""
+    techniques: Sequence[Technique]
+    """Whose arrays the step reads beside the batch; those of a padded batch are in it already."""
 
 
 class Stepper:
@@ -75,8 +92,10 @@ class Stepper:
         """The last step of each graph."""
         self.covers: dict[int, Cover] = {}
         """For padded batches, by their size."""
-        self.outgrown: Counter[int] = Counter()
-        """How often graphs were dropped because a cover grew."""
+        self.prefix_rows: dict[int, PrefixRows] = {}
+        """For those of mode entp that cost too much in a cover."""
+        self.outgrown: Counter[Key] = Counter()
+        """How often graphs were dropped because their shape grew."""
         self.version: tuple[object, ...] = ()
         """What the graphs belong to: the mode, and the techniques' versions."""
         self.model: tuple[Support, list[tuple[int, bool]]] | None = None
@@ -90,33 +109,33 @@ class Stepper:
         how = self.prepare(batch)
         if self.stream is not None:
             self._forget_another_model()
-        if self.stream is None or not self._can_capture(how, batch):
+        if self.stream is None or not self._can_capture(how):
             return self._update(how, self._inputs(how, batch), stop)
         version = (how.mode, *(technique.version for technique in self.state.techniques))
         if any(a is not b for a, b in zip(version, self.version, strict=False)) or not self.version:
             self.version = version
             self._forget()  # the old graphs' memory goes back
-        constant = batch if batch.lengths is None else self._covered(how, batch)
-        if constant is None:
+        ready = self._ready(how, batch)
+        if ready is None:
             return self._update(how, self._inputs(how, batch), stop)
-        key, wait = _key(constant, covered=constant is not batch), EAGER_STEPS
-        if constant is not batch:
-            wait <<= min(self.outgrown[len(batch.x)], MOST_WAIT)
+        key, wait = _key(ready, len(batch.x)), EAGER_STEPS
+        if ready.shape:
+            wait <<= min(self.outgrown[key[:2]], MOST_WAIT)
         if key not in self.graphs:
             if len(self.seen) >= MOST_SEEN:
                 self.seen.clear()  # masks that differ from batch to batch: nothing to capture
             self.seen[key] += 1
             if self.seen[key] <= wait or not self._make_room():
-                return self._eager(how, constant, stop)
-            inputs = self._inputs(how, constant)
-            layouts = self._layouts(how, inputs)
+                return self._eager(ready, stop)
+            inputs = self._inputs(*ready)
+            layouts = self._layouts(ready.how, inputs)
             inputs.tables.extend(chunk_tables(layouts, inputs["x"].device))  # cuda:0, not cuda
-            captured = self._capture(how, inputs)
+            captured = self._capture(ready.how, inputs)
             if captured is None:
-                return self._eager(how, constant, stop)
+                return self._eager(ready, stop)
             self.graphs[key] = captured
         self.replayed[key] = self.state.step
-        loss, norm = self.graphs[key].replay(self._arrays(constant))
+        loss, norm = self.graphs[key].replay(self._arrays(ready.batch, ready.techniques))
         return Updated(loss, norm, stop)
 
     def prepare(self, batch: Batch) -> Forward:
@@ -138,43 +157,80 @@ class Stepper:
         for part in self.plan.segments(self.state.step, steps):
             step = part[0]
             how = self.how[self.plan.mode(step)]
-            batch = self._first_batch(task, seed, part, how)
-            if how.mode == "entp":
+            ready = self._first_step(task, seed, part, how)
+            batch = ready.batch
+            if ready.how.mode == "entp":
                 for technique in self.state.techniques:
                     batch = technique.typical(batch)
-            arrays = step_arrays(batch, step, self.state.techniques, self.world)
-            inputs = make_inputs(arrays, batch, how, self.state.model, self.device)
-            gradients(self.state.model, inputs, how)
+            arrays = step_arrays(batch, step, ready.techniques, self.world)
+            inputs = make_inputs(arrays, batch, ready.how, self.state.model, self.device)
+            gradients(self.state.model, inputs, ready.how)
         torch.cuda.synchronize(self.device)
 
-    def _first_batch(self, task: Task, seed: int, part: range, how: Forward) -> Batch:
-        """The first batch of these steps as its step will see it: if it is padded, in a cover that
+    def _first_step(self, task: Task, seed: int, part: range, how: Forward) -> Ready:
+        """The first of these steps as it will be computed: if its batch is padded, in a shape that
         holds those after it too."""
         size = self.plan.batch_size(part[0])
         first = task.batch(seed, "train", part[0], size)
-        if first.lengths is None or not self._can_capture(how, first):
-            return first
-        cover = self.covers.setdefault(size, Cover())
+        plain = Ready(how, first, "", self.state.techniques)
+        if first.lengths is None or not self._can_capture(how):
+            return plain
         for step in part[:LOOK_AHEAD]:
-            cover.grow(task.batch(seed, "train", step, size))
-        return self._covered(how, first) or first
+            batch = drawn(task.batch(seed, "train", step, size), how, step, self.state.techniques)
+            if batch is None:
+                return plain
+            for shape in self._shapes(how, size):
+                shape.grow(batch)
+        return self._ready(how, first, part[0]) or plain
 
-    def _covered(self, how: Forward, batch: Batch) -> Batch | None:
-        """A padded batch in its cover; None if it does not fit or costs too much. A cover that is
-        part of graphs grows only when many did not fit: those graphs are dropped then."""
-        size = len(batch.x)
-        cover = self.covers.setdefault(size, Cover())
-        if not cover.holds(batch):
-            old = [key for key in self.graphs if key[:2] == ("cover", size)]
-            if old and not cover.miss(batch):
+    def _ready(self, how: Forward, batch: Batch, step: int | None = None) -> Ready | None:
+        """The step as it may be captured; None for a padded batch that fits no shape, or that costs
+        too much in each."""
+        if batch.lengths is None:
+            return Ready(how, batch, "", self.state.techniques)
+        step = self.state.step if step is None else step
+        size, own = len(batch.x), drawn(batch, how, step, self.state.techniques)
+        if own is None:
+            return None
+        for shape in self._shapes(how, size):
+            name = type(shape).__name__
+            if not self._fits(shape, own, (name, size)):
                 return None
-            cover.grow(batch)
-            self.outgrown[size] += bool(old)
-            for key in old:
-                del self.graphs[key]
-            for key in [key for key in self.seen if key[:2] == ("cover", size)]:
-                del self.seen[key]
-        return cover(batch) if cover.cost(batch, how.mode) <= MOST_COVER else None
+            if shape.cost(own, how.mode) > MOST_COVER:
+                continue
+            found = shape(own)
+            if found is None:
+                return None
+            if isinstance(shape, PrefixRows):
+                how = replace(how, mode="prefix-lm")
+            elif how.mode != "prefix-lm":
+                found = replace(found, prefix_lengths=None)
+            return Ready(how, found, name, ())
+        return None
+
+    def _shapes(self, how: Forward, size: int) -> Iterator[Cover | PrefixRows]:
+        """Those that padded batches of this size may take, the first that is cheap enough."""
+        yield self.covers.setdefault(size, Cover())
+        if how.mode == "entp" and not causal_stack(self.state.model):
+            rows = self.prefix_rows.setdefault(size, PrefixRows())
+            if rows.rows <= MOST_ROWS:
+                yield rows
+
+    def _fits(self, shape: Cover | PrefixRows, batch: Batch, key: Key) -> bool:
+        """Whether a shape holds a batch, now that it may have grown. One that is part of graphs
+        grows only when many did not fit: those graphs are dropped then."""
+        if shape.holds(batch):
+            return True
+        old = [other for other in self.graphs if other[:2] == key]
+        if old and not shape.miss(batch):
+            return False
+        shape.grow(batch)
+        self.outgrown[key] += bool(old)
+        for other in old:
+            del self.graphs[other]
+        for other in [other for other in self.seen if other[:2] == key]:
+            del self.seen[other]
+        return True
 
     def _make_room(self) -> bool:
         """Whether there may be one more graph, if need be instead of one long unused."""
@@ -199,12 +255,10 @@ class Stepper:
             self.chosen.clear()
             self._forget()
 
-    def _can_capture(self, how: Forward, batch: Batch) -> bool:
-        """One process, nothing that depends on Python, an engine that does not wait for the device,
-        and for padding what a cover needs."""
+    def _can_capture(self, how: Forward) -> bool:
+        """One process, nothing that depends on Python, an engine that does not wait for the
+        device."""
         if not self.use_graphs or self.world.size > 1:
-            return False
-        if batch.lengths is not None and not self._can_cover(how, batch):
             return False
         if self.model is None or not self.model[0].graphs:
             return False
@@ -215,19 +269,19 @@ class Stepper:
                 self.chosen[how.mode] = choose(how.impl, self.device, self.state.model).impl
         return self.chosen[how.mode] != "reference"
 
-    def _can_cover(self, how: Forward, batch: Batch) -> bool:
-        """Whether padding changes nothing in this mode, and no technique reads the targets."""
-        return how.mode in COVERED_MODES and not any(
-            type(technique).choose is not Technique.choose
-            or technique.arrays(self.state.step, batch, self.world)
-            for technique in self.state.techniques
-        )
+    def _arrays(self, batch: Batch, techniques: Sequence[Technique]) -> dict[str, Tensor]:
+        return step_arrays(batch, self.state.step, techniques, self.world)
 
-    def _arrays(self, batch: Batch) -> dict[str, Tensor]:
-        return step_arrays(batch, self.state.step, self.state.techniques, self.world)
-
-    def _inputs(self, how: Forward, batch: Batch) -> Inputs:
-        return make_inputs(self._arrays(batch), batch, how, self.state.model, self.device)
+    def _inputs(
+        self,
+        how: Forward,
+        batch: Batch,
+        shape: str = "",
+        techniques: Sequence[Technique] | None = None,
+    ) -> Inputs:
+        """A batch as it is, or a step that is ready."""
+        arrays = self._arrays(batch, self.state.techniques if techniques is None else techniques)
+        return make_inputs(arrays, batch, how, self.state.model, self.device)
 
     def _layouts(self, how: Forward, inputs: Inputs) -> list[tuple[Tensor, bool]]:
         """The masks that the step computes, and whether as whole sequences."""
@@ -255,12 +309,12 @@ class Stepper:
             warnings.warn(text.splitlines()[0], EngineWarning, stacklevel=4)
             return None
 
-    def _eager(self, how: Forward, batch: Batch, stop: Stop) -> Updated:
+    def _eager(self, ready: Ready, stop: Stop) -> Updated:
         """A step on the stream that capturing will use."""
         assert self.stream is not None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            result = self._update(how, self._inputs(how, batch), stop)
+            result = self._update(ready.how, self._inputs(*ready), stop)
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         return result
 
@@ -269,12 +323,14 @@ Key = tuple[object, ...]
 """What a graph is captured for."""
 
 
-def _key(batch: Batch, covered: bool) -> Key:
-    """Shapes, targets, and which arrays a batch has; a cover knows the shape and the targets."""
+def _key(ready: Ready, size: int) -> Key:
+    """Shapes, targets, and which arrays a batch has; what a padded one of this size was given has
+    the shape and the targets."""
+    batch = ready.batch
     extras = (batch.position_ids is not None, batch.loss_weights is not None)
     types = (batch.x.dtype.char, batch.x.shape[2:], batch.y.dtype.char, *extras)
-    if covered:
-        return "cover", len(batch.x), types
+    if ready.shape:
+        return ready.shape, size, types
     return "plain", batch.y.shape, types, np.packbits(batch.target_mask).tobytes()
 
 

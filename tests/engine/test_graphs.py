@@ -27,6 +27,7 @@ from entp.config import (
 from entp.engine import layout
 from entp.tasks.addition import Addition
 from entp.tasks.base import IGNORE, Batch
+from entp.training import cuda_graph
 from entp.training.cuda_graph import EAGER_STEPS, MOST_GRAPHS, NOBODY, STEPS_AHEAD, Stepper
 from entp.training.distributed import Stop
 from entp.training.inputs import chunk_tables
@@ -334,15 +335,40 @@ def test_warm_up_covers_padded_batches_ahead(mode: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("reason", ["padding in mode prefix-lm", "packed"])
-def test_what_cannot_be_captured_runs_as_plain_steps(reason: str) -> None:
-    run = small_run(train={**FP32, "impl": "packed"})
-    if reason != "packed":
-        run = small_run(mode="prefix-lm", train=FP32)
-    data = batches(run, EAGER_STEPS + 3)
-    if reason != "packed":
-        data = [Batch(b.x, b.y, np.full(len(b.x), b.x.shape[1])) for b in data]
-    assert_same_training(run, data, graphs=0)
+def test_the_reference_runs_as_plain_steps() -> None:
+    run = small_run(train={**FP32, "impl": "reference"})
+    assert_same_training(run, batches(run, EAGER_STEPS + 3), graphs=0)
+
+
+def few_targets(run: Run, steps: int) -> list[Batch]:
+    """Padded sequences with one or two targets each, at any positions."""
+    rng, found = np.random.default_rng(0), []
+    for batch in batches(run, steps):
+        mask = rng.random(batch.y.shape).argsort(1) < rng.integers(1, 3, (len(batch.y), 1))
+        y = np.where(mask, batch.x, IGNORE)
+        lengths = np.maximum(2, 1 + np.where(mask, np.arange(mask.shape[1]), 0).max(1))
+        first = rng.integers(1, lengths + 1)
+        found.append(Batch(batch.x, y, lengths, prefix_lengths=first))
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm"])
+def test_padded_steps_with_few_targets_are_captured(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In mode entp with each prefix in a row."""
+    monkeypatch.setattr(cuda_graph, "MOST_COVER", 4)
+    run = small_run(mode=mode, train=FP32)
+    data = few_targets(run, EAGER_STEPS + 9)
+    _, stepper = start(run, "cuda")
+    for batch in data:
+        for shape in stepper._shapes(stepper.how[mode], len(batch.x)):
+            shape.grow(batch)
+    _, eager = start(changed(run, cuda_graph=False), "cuda")
+    got, want = go(stepper, data), go(eager, data)
+    assert [key[0] for key in stepper.graphs] == ["PrefixRows" if mode == "entp" else "Cover"]
+    assert np.array(got) == pytest.approx(np.array(want), rel=1e-5)
 
 
 @pytest.mark.gpu

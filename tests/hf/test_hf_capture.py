@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from host_watch import HostCopies, to_meta
-from small_networks import FAMILIES, apart, begin, folder_of, network_of
+from small_networks import FAMILIES, ROUNDS, apart, begin, folder_of, network_of
 from small_runs import new_stepper
 from torch import Tensor
 
@@ -18,7 +19,12 @@ import entp
 from entp.engine import packed
 from entp.engine.layout import Packing
 from entp.engine.support import support_of
+from entp.tasks.base import IGNORE, Batch
+from entp.training.distributed import World
+from entp.training.forward import Forward
 from entp.training.gradients import gradients
+from entp.training.inputs import make_inputs, step_arrays
+from entp.training.prefix_rows import PrefixRows
 
 pytest.importorskip("transformers", reason="needs the transformers library")
 pytest.importorskip("triton")
@@ -51,12 +57,14 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mode", ["entp", "decoder"])
+@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm"])
 def test_a_step_leaves_the_host_alone(family: str, rank: int, mode: str, tmp_path: Path) -> None:
     lora = {"lora_rank": rank} if rank else {}
     run, _ = begin(folder_of(family, tmp_path), mode=mode, **lora)
     stepper = new_stepper(run)
     model, how, batch = stepper.state.model, stepper.how[mode], run.task.batch(0, "train", 0, 2)
+    if mode == "prefix-lm":  # as padded prompts have them
+        batch = replace(batch, prefix_lengths=np.array([2, 3]))
     stepper(batch)  # compares packed with the reference
     inputs, compared = stepper._inputs(how, batch), support_of(model).compared
     model.to("meta")
@@ -70,6 +78,33 @@ def test_a_step_leaves_the_host_alone(family: str, rank: int, mode: str, tmp_pat
     assert loss.is_meta
     assert all(g is None or g.is_meta for g in found.values())
     assert not copies.found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_prefixes_have_the_gradients_of_packed(family: str) -> None:
+    """Padded batches with few targets: each prefix in a row, its last token first."""
+    model = wrap(network_of(family).double())
+    rng = np.random.default_rng(0)
+    lengths = np.array([7, 12, 9])
+    y = np.full((3, 12), IGNORE)
+    y[[0, 0, 1, 2], [6, 3, 11, 4]] = [1, 2, 3, 4]
+    batch, shape = Batch(rng.integers(2, 10, y.shape), y, lengths), PrefixRows()
+    shape.grow(batch)
+    alone = shape(batch)
+    assert alone is not None
+    found = []
+    for one, mode in ((batch, "entp"), (alone, "prefix-lm")):
+        how = Forward(mode, None, "cross_entropy", "auto", None, "fp32")
+        arrays = step_arrays(one, 0, [], World())
+        inputs = make_inputs(arrays, one, how, model, torch.device("cpu"))
+        found.append(gradients(model, inputs, how))
+    (loss, one), (other, two) = found
+    close = 1e-4 if family in ROUNDS else 1e-9
+    assert float(loss) == pytest.approx(float(other), rel=close)
+    largest = max(float(g.abs().max()) for g in one.values() if g is not None)
+    for p, gradient in one.items():
+        if gradient is not None:
+            assert float((gradient - two[p]).abs().max()) < close * largest
 
 
 def test_what_depends_on_python_is_not_captured() -> None:
@@ -133,7 +168,7 @@ def test_captured_steps_are_the_eager_ones(
             losses[graph].append(tuple(float(x) for x in stepper(batch)[:2]))
             stepper.state.step += 1
         assert len(stepper.graphs) == graph
-    assert torch.tensor(losses[True]) == pytest.approx(torch.tensor(losses[False]), rel=1e-4)
+    assert np.array(losses[True]) == pytest.approx(np.array(losses[False]), rel=1e-4)
 
 
 @pytest.mark.gpu
@@ -148,7 +183,8 @@ def test_packed_equals_the_reference_on_a_gpu(family: str) -> None:
     pairs = [
         torch.autograd.grad((weight * out).sum(), some, allow_unused=True) for out in (got, want)
     ]
-    assert apart(got, want) < 1e-9
+    close = 1e-4 if family in ROUNDS else 1e-9
+    assert apart(got, want) < close
     largest = max(float(g.abs().max()) for g in pairs[1] if g is not None)
     for one, two in zip(*pairs, strict=True):
-        assert one is None or float((one - two).abs().max()) < 1e-9 * largest
+        assert one is None or float((one - two).abs().max()) < close * largest

@@ -14,7 +14,14 @@ from random_models import random_model
 from small_runs import new_stepper, small_run
 from torch import Tensor
 
-from entp.config import BatchScheduleConfig, CurriculumConfig, EmaConfig, Run, model_for
+from entp.config import (
+    BatchScheduleConfig,
+    CurriculumConfig,
+    EmaConfig,
+    RandomTargetsConfig,
+    Run,
+    model_for,
+)
 from entp.engine.api import Choice
 from entp.model import Transformer
 from entp.tasks.addition import Addition
@@ -32,9 +39,11 @@ from entp.training.cover import (
 )
 from entp.training.cuda_graph import EAGER_STEPS, LOOK_AHEAD, MOST_COVER, NOBODY, Stepper
 from entp.training.distributed import World
+from entp.training.drawn import drawn
 from entp.training.forward import Forward
 from entp.training.gradients import gradients
 from entp.training.inputs import Inputs, make_inputs, step_arrays
+from entp.training.prefix_rows import PrefixRows
 from entp.training.techniques.base import Technique
 
 CPU = torch.device("cpu")
@@ -248,6 +257,51 @@ def test_cost_of_a_cover_is_in_rows_of_its_mode() -> None:
     assert cover.cost(batch, "entp") == 2  # a column without targets costs nothing
 
 
+@given(
+    seed=st.integers(0, 10**6),
+    last=st.integers(1, 3),
+    positions=st.sampled_from(["learned", "rotary", "sinusoidal", "relative", "none"]),
+)
+def test_rows_of_prefixes_have_the_loss_and_gradients_of_the_batch(
+    seed: int, last: int, positions: str
+) -> None:
+    """By the model's own forward pass in mode prefix-lm, whatever its positions are."""
+    model = random_model(seed, vocab=VOCAB, context_length=30, position_embedding=positions)
+    batch, shape = ragged(seed, last=last), PrefixRows()
+    for other in (batch, ragged(seed + 1, last=last), ragged(seed + 2, longest=14, last=last)):
+        shape.grow(other)
+    alone = shape(batch)
+    assert alone is not None
+    assert alone.x.shape == (shape.count, shape.width)
+    loss, gradient = step_gradient(model, batch, how_for("entp"))
+    other, found = step_gradient(model, alone, how_for("prefix-lm"))
+    assert torch.allclose(loss, other, rtol=1e-6)
+    for one, two in zip(gradient, found, strict=True):
+        assert torch.allclose(one, two, rtol=1e-6, atol=1e-9)
+
+
+def test_rows_of_prefixes_of_vectors_and_plain_positions() -> None:
+    batch, shape = replace(ragged(3, dim=2), position_ids=None, loss_weights=None), PrefixRows()
+    shape.grow(batch)
+    shape.grow(ragged(4, size=9, longest=12))
+    alone = shape(batch)
+    assert alone is not None
+    assert not np.isnan(alone.x).any()
+    used = len(batch.row)
+    assert used < shape.count
+    for m, (row, end) in enumerate(zip(batch.row, batch.position, strict=True)):
+        order = [end, *range(end)]
+        assert np.array_equal(alone.x[m, : end + 1], batch.x[row, order])
+        assert alone.position_ids is not None
+        assert alone.position_ids[m, : end + 1].tolist() == order
+    assert alone.target_mask.sum() == shape.count == alone.target_mask[:, 0].sum()
+    assert alone.loss_weights is not None
+    assert alone.loss_weights[:, 0].tolist() == [1.0] * used + [0.0] * (shape.count - used)
+    outside = replace(batch, y=np.zeros(batch.y.shape))
+    shape.grow(outside)
+    assert shape(outside) is None
+
+
 @pytest.mark.parametrize("digits", [2, 3])
 def test_sums_are_covered_at_a_low_cost(digits: int) -> None:
     """Lines of addition, the padded batches that are trained on most."""
@@ -336,8 +390,8 @@ class Captured:
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steppers that capture on a CPU, where they would on CUDA."""
 
-    def eager(stepper: Stepper, how: Any, batch: Any, stop: Any) -> Any:
-        return stepper._update(how, stepper._inputs(how, batch), stop)
+    def eager(stepper: Stepper, ready: Any, stop: Any) -> Any:
+        return stepper._update(ready.how, stepper._inputs(*ready), stop)
 
     monkeypatch.setattr(cuda_graph, "_Captured", Captured)
     monkeypatch.setattr(Stepper, "_eager", eager)
@@ -372,7 +426,7 @@ def warm(stepper: Stepper, run: Run) -> None:
     """What warming up does for covers."""
     stepper._forget_another_model()
     for part in stepper.plan.segments(0, run.steps):
-        stepper._first_batch(run.task, run.seed, part, stepper.how[stepper.plan.mode(part[0])])
+        stepper._first_step(run.task, run.seed, part, stepper.how[stepper.plan.mode(part[0])])
 
 
 @pytest.mark.usefixtures("graphs")
@@ -412,7 +466,7 @@ def test_graphs_of_an_outgrown_cover_are_dropped() -> None:
     assert numbers[19] == 1
     dropped = numbers.index(0, 20)
     assert dropped >= 20 + MOST_MISSES - 1
-    assert stepper.outgrown[8] >= 1
+    assert stepper.outgrown["Cover", 8] >= 1
     assert numbers.index(1, dropped) >= dropped + 2 * EAGER_STEPS
     assert numbers[-1] == 1
     assert_as_plain_steps(run, found)
@@ -428,18 +482,91 @@ class Spread(Ragged):
         return ragged(1000 * seed + step, size, longest=30, last=1)
 
 
-@pytest.mark.usefixtures("graphs")
-def test_batches_that_cost_too_much_covered_run_as_they_are() -> None:
-    run = ragged_run(Spread(), steps=40)
+def warmed(run: Run) -> Stepper:
     stepper = capturing(run)
     warm(stepper, run)
+    return stepper
+
+
+@pytest.mark.usefixtures("graphs")
+def test_batches_that_cost_too_much_covered_are_captured_by_prefix() -> None:
+    run = ragged_run(Spread(), steps=40)
+    stepper = warmed(run)
     batch = run.task.batch(0, "train", 0, 8)
     assert stepper.covers[8].cost(batch, "entp") > MOST_COVER
-    found = go(stepper, run, 10)
+    assert stepper.prefix_rows[8].cost(batch, "entp") < MOST_COVER
+    found = go(stepper, run, 20)
+    assert [number for _, number in found] == [0] * EAGER_STEPS + [1] * (20 - EAGER_STEPS)
+    assert_as_plain_steps(run, found)
+    decoder = ragged_run(Spread(), mode="decoder", steps=40)
+    stepper = warmed(decoder)
+    assert go(stepper, decoder, 30)[-1][1] == 1  # there only the width counts
+    assert not stepper.prefix_rows
+
+
+@pytest.mark.usefixtures("graphs")
+def test_batches_that_cost_too_much_in_each_shape_run_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = ragged_run(Spread(), steps=40)
+    monkeypatch.setattr(cuda_graph, "MOST_ROWS", 100)
+    found = go(warmed(run), run, 10)
     assert not any(number for _, number in found)
     assert found == go(new_stepper(run), run, 10)
-    decoder = ragged_run(Spread(), mode="decoder", steps=40)
-    assert go(capturing(decoder), decoder, 30)[-1][1] == 1  # there only the width counts
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("mode", ["entp", "decoder"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_padded_steps_with_random_targets_are_captured(mode: str, count: int) -> None:
+    """Their draws are part of the batch; each step has others."""
+    few = RandomTargetsConfig(count)
+    run = ragged_run(Ragged(extras=False), mode=mode, steps=40, random_targets=few)
+    found = go(warmed(run), run, 20)
+    assert found[-1][1] == 1
+    assert_as_plain_steps(run, found)
+
+
+@pytest.mark.usefixtures("graphs")
+def test_padded_draws_of_weighted_targets_run_as_they_are() -> None:
+    few = RandomTargetsConfig(2)
+    run = ragged_run(Ragged(extras=True), mode="decoder", steps=40, random_targets=few)
+    found = go(warmed(run), run, 8)
+    assert not any(number for _, number in found)
+    assert_as_plain_steps(run, found)
+
+
+@dataclass(frozen=True)
+class Prompted(Ragged):
+    """Each sequence has a prompt of its own."""
+
+    name: ClassVar[str] = "prompted"
+    beyond: int = 0
+    """Tokens of padding in a prompt."""
+
+    @property
+    def has_prefix(self) -> bool:
+        return True
+
+    def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
+        batch = super().batch(seed, split, step, size)
+        assert batch.lengths is not None
+        first = np.maximum(1, batch.lengths // 2)
+        if self.beyond:
+            first = batch.lengths + self.beyond
+        return replace(batch, prefix_lengths=first)
+
+
+@pytest.mark.usefixtures("graphs")
+def test_padded_steps_with_prompts_are_captured_unless_prompts_are_padded() -> None:
+    run = ragged_run(Prompted(), mode="prefix-lm", steps=40)
+    found = go(warmed(run), run, 20)
+    assert found[-1][1] == 1
+    assert_as_plain_steps(run, found)
+    decoder = ragged_run(Prompted(), mode="decoder", steps=40)
+    assert go(warmed(decoder), decoder, 20) != found
+    padded = ragged_run(Prompted(beyond=1), mode="prefix-lm", steps=40)
+    assert not go(warmed(padded), padded, 8)[-1][1]
 
 
 class ReadsTargets(Technique):
@@ -487,11 +614,12 @@ def test_padding_is_covered_in_one_process_and_with_graphs_only() -> None:
         (new_stepper(run), Forward.of(run), True),
         (new_stepper(run, world=World(0, 2)), Forward.of(run), False),
         (new_stepper(ragged_run(train={"cuda_graph": False})), Forward.of(run), False),
-        (new_stepper(run), prefix, False),
+        (new_stepper(run), prefix, True),
     ):
         stepper._forget_another_model()
-        assert stepper._can_capture(how, batch) == can
-        assert stepper._can_capture(how, replace(batch, lengths=None)) == (can or how is prefix)
+        assert stepper._can_capture(how) == can
+        short = int(batch.lengths.min()) < 2
+        assert (drawn(batch, how, 0, []) is None) == (how is prefix and short)
 
 
 @pytest.mark.usefixtures("graphs")
@@ -509,6 +637,6 @@ def test_batch_without_padding_needs_no_cover() -> None:
     plain = small_run()
     stepper = capturing(plain)
     stepper.model = None
-    first = stepper._first_batch(plain.task, 0, range(5), Forward.of(plain))
+    first = stepper._first_step(plain.task, 0, range(5), Forward.of(plain)).batch
     assert np.array_equal(first.y, plain.task.batch(0, "train", 0, 8).y)
     assert not stepper.covers

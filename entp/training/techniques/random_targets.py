@@ -103,7 +103,9 @@ class RandomTargets(Technique):
         return self.current
 
     def prepare(self, state: State, coming: Coming) -> None:
-        self.current = self.draw(coming.step, coming.batch)
+        """A padded batch carries its own draw: nothing is captured anew for it (drawn.py)."""
+        padded = coming.batch.lengths is not None
+        self.current = None if padded else self.draw(coming.step, coming.batch)
 
     def arrange(self, step: int, batch: Batch) -> Batch:
         if not self._drops(batch):

@@ -52,12 +52,12 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importance_sampling, "RENEW", 20)
     monkeypatch.setattr(importance_sampling, "HARDLY_BETTER", 0.0)  # always other numbers
 
-    def eager(stepper: Stepper, how: Any, batch: Any, stop: Any) -> Any:
-        return stepper._update(how, stepper._inputs(how, batch), stop)
+    def eager(stepper: Stepper, ready: Any, stop: Any) -> Any:
+        return stepper._update(ready.how, stepper._inputs(*ready), stop)
 
     monkeypatch.setattr(Stepper, "_eager", eager)
     monkeypatch.setattr(Stepper, "_forget_another_model", lambda stepper: None)
-    monkeypatch.setattr(Stepper, "_can_capture", lambda stepper, how, batch: True)
+    monkeypatch.setattr(Stepper, "_can_capture", lambda stepper, how: True)
 
 
 def losses(run: Run, captured: bool) -> Iterator[tuple[float, int]]:

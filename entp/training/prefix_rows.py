@@ -1,0 +1,76 @@
+"""Padded batches with few targets as batches of one shape: a row for each prefix.
+
+Full attention knows tokens by their position ids, not by their places. So a prefix may be read with
+its last token first: its prediction then stands in column 0, however long it is. In mode prefix-lm,
+with all of the prefix as the prefix, that is mode entp.
+
+    a b c d .        d a b c .     ids 3 0 1 2 .
+        ^   ^   ->   b a . . .     ids 1 0 . . .     for targets after b and d
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from entp.tasks.base import IGNORE, Batch
+from entp.training.cover import Misses, prefix_rows
+
+MOST_ROWS = 2**14
+"""Rows of all prefixes, padding included: with more, a step keeps a GPU busy without a graph."""
+
+
+class PrefixRows(Misses):
+    """A shape for all padded batches of one size: the most targets, and the longest prefix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.width = 0
+
+    def holds(self, batch: Batch) -> bool:
+        """Whether the batch fits as it is."""
+        count, width = _size(batch)
+        return count <= self.count and width <= self.width
+
+    def _grow(self, batches: list[Batch]) -> None:
+        counts, widths = zip(*map(_size, batches), strict=True)
+        self.count, self.width = max(self.count, *counts), max(self.width, *widths)
+
+    @property
+    def rows(self) -> int:
+        return self.count * self.width
+
+    def cost(self, batch: Batch, mode: str) -> float:
+        """How many times the rows of the batch itself this shape has."""
+        return self.rows / max(1, prefix_rows(batch))
+
+    def __call__(self, batch: Batch) -> Batch | None:
+        """A row for each target, for mode prefix-lm; None if it has targets in its padding. Rows
+        that are left over have a target of weight 0."""
+        used, ends = len(batch.row), batch.position + 1
+        if batch.lengths is not None and (ends > batch.lengths[batch.row]).any():
+            return None
+        column = np.arange(self.width)
+        lengths = np.ones(self.count, np.int64)
+        lengths[:used] = ends
+        from_ = np.where(column == 0, lengths[:, None] - 1, column - 1)
+        real = column < lengths[:, None]
+        real[used:] = False
+        row = np.zeros(self.count, np.int64)
+        row[:used] = batch.row
+        at = row[:, None], np.where(real, from_, 0)
+        ids = from_ if batch.position_ids is None else batch.position_ids[at]
+        x = np.zeros((self.count, self.width, *batch.x.shape[2:]), batch.x.dtype)
+        np.copyto(x, batch.x[at], where=real if x.ndim == 2 else real[..., None])
+        y = np.full((self.count, self.width), IGNORE, batch.y.dtype)
+        y[:, 0] = 0
+        y[:used, 0] = batch.targets
+        weights = np.zeros(y.shape, np.float32)
+        own = batch.loss_weights
+        weights[:used, 0] = 1.0 if own is None else own[batch.target_mask]
+        ids = np.where(real, ids, 0)
+        return Batch(x, y, position_ids=ids, loss_weights=weights, prefix_lengths=lengths)
+
+
+def _size(batch: Batch) -> tuple[int, int]:
+    """Targets, and the length of the longest prefix that ends in one."""
+    return len(batch.row), int(batch.position.max(initial=0)) + 1

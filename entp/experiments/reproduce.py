@@ -25,7 +25,7 @@ from entp.experiments.collect import find_folder
 from entp.experiments.jobs import gpus_of
 from entp.experiments.recipe import ArmRun, Recipe, check_recipe
 from entp.experiments.recorder import recording
-from entp.experiments.running import Item, Resources, run_all, shared_device
+from entp.experiments.running import Item, Resources, is_done, run_all, shared_device
 from entp.experiments.study import RESULTS, Study
 from entp.results.schema import Record
 from entp.training.checkpoint import newest
@@ -233,7 +233,10 @@ def _train_sources(part: Part, runs: Path, chosen: Chosen) -> int | None:
     if source is None:
         return None
     needed: dict[int, list[str]] = {}
+    there = runs / (source.folder or source.name)
     for one in (arm.source for arm in part.arms if arm.source is not None):
+        if is_done(one, there):
+            continue
         labels = needed.setdefault(one.run.seed, [])
         labels += [one.label] if one.label not in labels else []
     for seed, labels in needed.items():

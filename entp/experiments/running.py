@@ -204,7 +204,7 @@ def run_arm(item: Item, resources: Resources, quiet: bool = False) -> int | None
 def _carry_out(item: Item, resources: Resources, quiet: bool) -> int | None:
     arm, folder = item.arm, find_folder(item.arm, item.root)
     before = read_folder(arm, item.root)
-    if not _is_trained(arm, folder, before):
+    if not is_trained(arm, folder, before):
         run = _limited(arm.run, resources.max_minutes)
         begun = (folder / "config.json").exists()
         init = _beginning(item)
@@ -221,7 +221,16 @@ def _carry_out(item: Item, resources: Resources, quiet: bool) -> int | None:
     return signals.caught
 
 
-def _is_trained(arm: ArmRun, folder: Path, found: RunRecord | None) -> bool:
+def is_done(arm: ArmRun, root: Path) -> bool:
+    """Whether a run needs nothing any more, by its folder."""
+    folder = find_folder(arm, root)
+    try:
+        return is_trained(arm, folder, read_folder(arm, root)) and is_measured(arm, folder)
+    except InputError:  # a damaged folder: whoever trains it says so
+        return False
+
+
+def is_trained(arm: ArmRun, folder: Path, found: RunRecord | None) -> bool:
     """Whether only the test is left to do. A process that ended between the last evaluation and its
     checkpoint leaves the metrics of a run that is done, and the weights of an earlier step."""
     if found is None or not found.done:

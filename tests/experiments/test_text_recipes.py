@@ -66,6 +66,21 @@ def test_runs_begin_with_the_weights_of_their_source(tmp_path: Path) -> None:
     assert read_run(find_folder(alone, tmp_path / "second") / "config.json").init == ""
 
 
+def test_a_source_that_is_done_is_not_begun_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Processes for runs that have nothing left to do took 20 seconds before the first step."""
+    recipe = finetuned()
+    only = [recipe.arms[0].label]
+    assert recipe.source is not None
+    reproduce(recipe.source, tmp_path, only=[recipe.source.arms[0].label])
+    capsys.readouterr()
+    reproduce(recipe, tmp_path, only=only)
+    told = capsys.readouterr().err
+    assert "[1/2] " + recipe.arms[0].label in told
+    assert "[1/1]" not in told  # each seed of the source came alone
+
+
 def test_recorded_runs_with_a_source_are_found_again(tmp_path: Path) -> None:
     """By what they began with, on a machine that has neither folder."""
     recipe, record = finetuned(), tmp_path / "second.json"

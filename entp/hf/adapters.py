@@ -64,6 +64,10 @@ class PretrainedModel(nn.Module):
     head_name = "lm_head"
     first_position = 0
     """HuggingFace's position id of the first token."""
+    compiled = False
+    """Whether layers are compiled (entp/hf/compiling.py)."""
+    compiles_whole = True
+    """Whether torch.compile can read HuggingFace's forward pass of a layer."""
     has_local_layers = False
     """Whether layers may see the tokens nearby alone (HuggingFace's sliding attention)."""
 
@@ -166,6 +170,11 @@ class PretrainedModel(nn.Module):
         rotary = getattr(self.base, "rotary_emb", None)
         layers = [self.layer_class(layer, rotary) for layer in self.layers()]
         layers[-1].norm = self.final_norm()
+        if self.compiled:
+            from entp.hf.compiling import as_compiled
+
+            for layer in layers:
+                as_compiled(layer)
         return layers
 
     def _has_head(self) -> bool:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,6 +179,11 @@ def _train(
     state = new_state(_model(run, init, quiet).to(device), run.optim, plan.techniques)
     if resume:
         _restore(state, out, world)
+    explained: Callable[[], AbstractContextManager[None]] = nullcontext
+    if run.train.compile_layers:
+        from entp.hf.compiling import compile_layers, explained
+
+        compile_layers(state.model)
     if world.first:
         prepare_folder(run, out, device, world, None if init is None else init.origin)
     metrics = MetricsFile(out, run, state.step) if world.first else None
@@ -189,7 +194,7 @@ def _train(
         f"{run.task.name} {mode}", run.steps, state.step, not quiet, run.train.max_seconds
     )
     try:
-        with StopSignals() as signals:
+        with StopSignals() as signals, explained():
             loop = Loop(run, out, state, plan, device, world, signals, metrics, progress)
             try:
                 return loop.fit()

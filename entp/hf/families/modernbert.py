@@ -57,6 +57,7 @@ class ModernBert(PretrainedModel):
     layer_class: type[Layer] = ModernBertLayer
     head_name = "decoder"
     has_local_layers = True
+    compiles_whole = False  # its attention's forward has a closure that torch cannot guard
 
     def __init__(self, network: Any) -> None:
         super().__init__(network)

@@ -28,7 +28,7 @@ pytest: $(VENV)/test.ready
 	$(VENV)/bin/pytest -n auto --dist worksteal
 
 gpu-test:
-	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m pytest -m gpu -v --tb=short
 
 clean:
 	rm -rf $(VENV)

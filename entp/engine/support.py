@@ -368,7 +368,7 @@ def compare_once(
         few = x[:batch, :time].detach()
         ids = None if position_ids is None else position_ids[:batch, :time]
         tolerance = TOLERANCE.get(kind, 1e-4)
-        with _not_compiled(model):
+        with not_compiled(model):
             wrong = _difference(model, few, ids, run, reference, tolerance)
             if wrong is not None and _agree_in_float64(model, few, ids, run, reference):
                 wrong = None  # large numbers that cancel: it was rounding
@@ -376,7 +376,7 @@ def compare_once(
     return support.compared[key]
 
 
-def _not_compiled(model: Any) -> AbstractContextManager[object]:
+def not_compiled(model: Any) -> AbstractContextManager[object]:
     """Inside, what torch.compile made of a model's layers runs as it was written: nothing is
     compiled for a comparison of a few tokens."""
     if not getattr(model, "compiled", False):

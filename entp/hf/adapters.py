@@ -177,6 +177,15 @@ class PretrainedModel(nn.Module):
                 as_compiled(layer)
         return layers
 
+    def compile_layers(self) -> None:
+        """Let torch compile each layer from now on, in every mode: at the first step that needs it.
+
+        ModernBERT's in mode entp alone, where the engine calls what is inside a layer.
+        """
+        from entp.hf.compiling import compile_layers
+
+        compile_layers(self)
+
     def _has_head(self) -> bool:
         return hasattr(self.network, self.head_name)
 

@@ -7,14 +7,12 @@ Compiled, all layers share one piece of code. What is computed stays; bf16 is ro
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from entp.errors import InputError
 from entp.hf.adapters import Layer, PretrainedModel
 
 MOST_VARIANTS = 64
@@ -24,16 +22,8 @@ MOST_VARIANTS = 64
 BACKEND = "inductor"
 
 
-def compile_layers(model: Any) -> None:
-    """Compile each layer of a model from now on, in every mode: at the first step that needs it.
-
-    ModernBERT's in mode entp alone, where the engine calls what is inside a layer.
-    """
-    if not isinstance(model, PretrainedModel):
-        raise InputError(
-            "train.compile_layers is for models of HuggingFace's, which --init names, and this is "
-            f"a {type(model).__name__}: leave it out."
-        )
+def compile_layers(model: PretrainedModel) -> None:
+    """See PretrainedModel.compile_layers."""
     import torch._dynamo.config as limits
 
     limits.recompile_limit = max(limits.recompile_limit, MOST_VARIANTS)
@@ -52,18 +42,3 @@ def as_compiled(layer: Layer) -> None:
 @functools.cache
 def _methods(kind: type[Layer], backend: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return torch.compile(kind.project, backend=backend), torch.compile(kind.finish, backend=backend)
-
-
-@contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """What torch.compile cannot do here as an error that says so."""
-    try:
-        yield
-    except Exception as error:
-        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-            raise
-        text = str(error).strip() or type(error).__name__
-        raise InputError(
-            "train.compile_layers: torch cannot compile this model here "
-            f"({text.splitlines()[0]}). Leave it out: the same is computed, more slowly."
-        ) from error

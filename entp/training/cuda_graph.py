@@ -33,7 +33,7 @@ from entp.training.gradients import Updated, gradients, update
 from entp.training.inputs import Inputs, chunk_tables, make_inputs, step_arrays
 from entp.training.optimizers import renew_preconditioners, set_learning_rate
 from entp.training.plan import Plan
-from entp.training.prefix_rows import MOST_ROWS, PrefixRows
+from entp.training.prefix_rows import MOST_ROWS, PrefixRows, reads_rows
 from entp.training.state import State
 from entp.training.techniques.base import Coming, Technique
 
@@ -94,6 +94,9 @@ class Stepper:
         """For padded batches, by their size."""
         self.prefix_rows: dict[int, PrefixRows] = {}
         """For those of mode entp that cost too much in a cover."""
+        self.in_rows: bool | None = None
+        """Whether the model predicts the same from prefixes in rows of their own; None: not tried.
+        """
         self.outgrown: Counter[Key] = Counter()
         """How often graphs were dropped because their shape grew."""
         self.version: tuple[object, ...] = ()
@@ -198,6 +201,8 @@ class Stepper:
                 return None
             if shape.cost(own, how.mode) > MOST_COVER:
                 continue
+            if isinstance(shape, PrefixRows) and not self._reads_rows(how, own):
+                return None
             found = shape(own)
             if found is None:
                 return None
@@ -215,6 +220,12 @@ class Stepper:
             rows = self.prefix_rows.setdefault(size, PrefixRows())
             if rows.rows <= MOST_ROWS:
                 yield rows
+
+    def _reads_rows(self, how: Forward, batch: Batch) -> bool:
+        """Tried once for each state of a model."""
+        if self.in_rows is None:
+            self.in_rows = reads_rows(self.state.model, how, batch, self.device)
+        return self.in_rows
 
     def _fits(self, shape: Cover | PrefixRows, batch: Batch, key: Key) -> bool:
         """Whether a shape holds a batch, now that it may have grown. One that is part of graphs
@@ -252,6 +263,7 @@ class Stepper:
         model = support, support.fingerprint.weights()
         if model != self.model:
             self.model = model
+            self.in_rows = None
             self.chosen.clear()
             self._forget()
 

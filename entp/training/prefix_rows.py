@@ -10,13 +10,26 @@ with all of the prefix as the prefix, that is mode entp.
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
+import torch
+
+from entp.engine.support import not_compiled
+from entp.errors import InputError
 from entp.tasks.base import IGNORE, Batch
 from entp.training.cover import Misses, prefix_rows
+from entp.training.distributed import World
+from entp.training.forward import Forward
+from entp.training.inputs import make_inputs, step_arrays
 
 MOST_ROWS = 2**14
 """Rows of all prefixes, padding included: with more, a step keeps a GPU busy without a graph."""
+
+COMPARED, CLOSE = 2, 1e-3
+"""Sequences on which a model's predictions are compared, and how far apart they may be, for the
+largest of them: rounding of fp32 is far below."""
 
 
 class PrefixRows(Misses):
@@ -74,3 +87,31 @@ class PrefixRows(Misses):
 def _size(batch: Batch) -> tuple[int, int]:
     """Targets, and the length of the longest prefix that ends in one."""
     return len(batch.row), int(batch.position.max(initial=0)) + 1
+
+
+@torch.no_grad()
+def reads_rows(model: Any, how: Forward, batch: Batch, device: torch.device) -> bool:
+    """Whether the model's own forward pass predicts from such rows what the engine does.
+
+    Models of others may take no masks, or tell tokens by their places.
+    """
+    first = int(batch.target_mask.any(1).argmax())
+    few, shape = batch.part(first, -(-len(batch.x) // COMPARED)), PrefixRows()
+    shape.grow(few)
+    alone = shape(few)
+    if alone is None:
+        return False
+    found = []
+    try:
+        with not_compiled(model):
+            for one, mode in ((few, how.mode), (alone, "prefix-lm")):
+                plain = replace(how, mode=mode, precision="fp32", token_budget=None)
+                inputs = make_inputs(step_arrays(one, 0, (), World()), one, plain, model, device)
+                names = ("lengths", "position_ids", "prefix_lengths")
+                more = {name: inputs.get(name) for name in names}
+                at = torch.from_numpy(one.target_mask)
+                found.append(plain(model, inputs["x"], at, **more).double())
+    except InputError:
+        return False
+    want, got = found
+    return bool((got - want).abs().max() <= CLOSE * want.abs().max())

@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from entp.tasks.metrics import Totals
 from entp.tasks.tokens import look_into
 from entp.terminal import Progress
 from entp.training import checkpoint
+from entp.training.compiling import compile_layers, explained
 from entp.training.cuda_graph import Stepper
 from entp.training.distributed import Stop, World, join
 from entp.training.evaluate import check_targets, check_tokens, evaluate, split_batches
@@ -179,10 +180,7 @@ def _train(
     state = new_state(_model(run, init, quiet).to(device), run.optim, plan.techniques)
     if resume:
         _restore(state, out, world)
-    explained: Callable[[], AbstractContextManager[None]] = nullcontext
     if run.train.compile_layers:
-        from entp.hf.compiling import compile_layers, explained
-
         compile_layers(state.model)
     if world.first:
         prepare_folder(run, out, device, world, None if init is None else init.origin)

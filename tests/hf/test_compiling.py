@@ -15,12 +15,12 @@ import entp
 from entp.config import Run
 from entp.engine.support import support_of
 from entp.errors import InputError
+from entp.training.compiling import compile_layers, explained
 from entp.training.gradients import gradients
 from entp.training.loggers import read_metrics
 
 pytest.importorskip("transformers", reason="needs the transformers library")
 from entp.hf import compiling
-from entp.hf.compiling import compile_layers, explained
 from entp.hf.families import wrap
 
 pytestmark = pytest.mark.usefixtures("quiet")

@@ -515,6 +515,35 @@ def test_batches_that_cost_too_much_in_each_shape_run_as_they_are(
     assert found == go(new_stepper(run), run, 10)
 
 
+class ByPlace(Transformer):
+    """Its own forward pass tells tokens by their places, whatever their position ids are."""
+
+    def encode(self, x: Tensor, position_ids: Tensor | None = None, **mask: Any) -> Tensor:
+        return super().encode(x, None, **mask)
+
+
+class WithoutMasks(Transformer):
+    """Its own forward pass takes no masks."""
+
+    def encode(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().encode(x, position_ids)
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("kind", [ByPlace, WithoutMasks])
+def test_models_that_do_not_read_rows_run_as_they_are(
+    kind: type[Transformer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ragged_run(Spread(extras=False), steps=40)
+    stepper = warmed(run)
+    stepper.state.model.__class__ = kind
+    monkeypatch.setattr(Stepper, "_can_capture", lambda stepper, how: True)
+    stepper.in_rows = None
+    assert stepper.covers[8].cost(run.task.batch(0, "train", 0, 8), "entp") > MOST_COVER
+    assert stepper._ready(stepper.how["entp"], run.task.batch(0, "train", 0, 8)) is None
+    assert stepper.in_rows is False
+
+
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("mode", ["entp", "decoder"])
 @pytest.mark.parametrize("count", [1, 3])

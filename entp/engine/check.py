@@ -3,6 +3,7 @@
 print(entp.check(model))
 
 mode     implementation  outputs  gradients  verdict
+entp     attention             -          -  full: tokens see later ones
 entp     packed          2.4e-07    6.0e-07  exact
 entp     triton                -          -  not used: norm_1 is a BatchNorm1d
 """
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from entp.config import MODES
-from entp.engine.api import predict, resolve
+from entp.engine.api import masked_hidden, predict, resolve
 from entp.engine.arguments import check_inputs
 from entp.engine.generation.caches import DecoderCache, EntpCache, NoCache
 from entp.engine.generation.generate import make_cache
@@ -30,6 +31,10 @@ from entp.terminal import format_table
 
 WRONG = "WRONG"
 """How the verdict on an implementation that is not exact begins."""
+UNLIKE = "UNLIKE ITS MODE"
+"""How the verdict on attention begins that is not what the mode's name says."""
+SAME = 1e-6
+"""A state that changes by less, of the largest number, has not seen the token that was changed."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,12 @@ class Report:
     def exact(self) -> bool:
         """Whether every implementation that can be used is exact."""
         return not any(row.verdict.startswith(WRONG) for row in self.rows)
+
+    @property
+    def attention(self) -> bool:
+        """Whether tokens see in each mode what its name says: a causal mask of the model's own that
+        stays on, or a module that mixes tokens, is found here alone."""
+        return not any(row.verdict.startswith(UNLIKE) for row in self.rows)
 
     def __str__(self) -> str:
         cells = [
@@ -99,6 +110,7 @@ def _compare(model: Any, x: Tensor, ids: Tensor | None) -> list[Row]:
     """Every implementation and cache in every mode."""
     rows: list[Row] = []
     for mode in MODES:
+        rows += _attention(model, x, ids, mode)
         rows += _compare_mode(model, x, ids, mode)
     if getattr(model, "vocab", None) is not None:
         declined = {row.mode for row in rows if row.implementation == "reference"}
@@ -177,6 +189,55 @@ def _compare_mode(model: Any, x: Tensor, ids: Tensor | None, mode: str) -> list[
         except InputError as error:
             rows.append(Row(mode, impl, None, None, f"not used: {_short(error)}"))
     return rows
+
+
+SEES = {
+    "entp": "full: tokens see later ones",
+    "decoder": "causal: no token sees a later one",
+    "prefix-lm": "full in the prefix, causal after it",
+}
+"""What the model's own forward pass does in each mode, as it should be."""
+
+
+@torch.no_grad()
+def _attention(model: Any, x: Tensor, ids: Tensor | None, mode: str) -> list[Row]:
+    """Which tokens see which in the model's own forward pass, by changing one of them: a causal
+    mask that stays on, or one that is off, shows here and in no comparison of outputs."""
+    time = x.shape[1]
+    prefix = max(2, time // 2)
+    if time < 4:
+        return []
+
+    def hidden(x: Tensor) -> Tensor:
+        if mode == "entp":
+            return model.encode(x, ids)
+        first = prefix if mode == "prefix-lm" else None
+        return masked_hidden(model, x, mode, prefix=first, position_ids=ids)
+
+    def seen_by(token: int) -> list[bool]:
+        """Which tokens' states change with this one."""
+        other = x.clone()
+        other[:, token] = x[:, token] + 1
+        if getattr(model, "vocab", None) is not None:
+            other[:, token] %= model.vocab
+        off = (hidden(other) - plain).abs().amax((0, 2))
+        return (off > SAME * plain.abs().max()).tolist()
+
+    try:
+        plain = hidden(x)
+    except InputError:  # as the mode's own row says
+        return []
+    by_last, by_first, by_prefix = seen_by(time - 1), seen_by(0), seen_by(prefix - 1)
+    ahead, ahead_in_prefix = any(by_last[:-1]), any(by_prefix[: prefix - 1])
+    wrong = {
+        "entp": "" if ahead else "no token sees a later one, as under a causal mask",
+        "decoder": "tokens see later ones" if ahead or ahead_in_prefix else "",
+        "prefix-lm": "tokens see later ones" if ahead else "" if ahead_in_prefix else "causal",
+    }[mode]
+    verdict = f"{UNLIKE}: {wrong}" if wrong else SEES[mode]
+    if not any(by_first[1:]):
+        verdict = "not told: attention adds nothing to a token yet"
+    return [Row(mode, "attention", None, None, verdict)]
 
 
 def _outputs_and_gradients(model: Any, run: Callable[[], Tensor]) -> list[Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import entp
 from entp.engine import fingerprint, packed
 from entp.engine.api import choose
+from entp.engine.check import SEES, UNLIKE
 from entp.engine.support import support_of
 from entp.errors import EngineWarning, InputError
 
@@ -355,6 +356,46 @@ def test_check_says_what_auto_takes_after_the_comparison() -> None:
     report = entp.check(model, length=5, batch=2)
     assert "auto takes reference" in str(report)
     assert report.exact
+    assert not report.attention  # under a causal mask such a module still mixes tokens
+
+
+def attention_of(model: Any, **options: Any) -> dict[str, str]:
+    """What `entp.check` says of attention in each mode."""
+    rows = entp.check(model, **options).rows
+    return {row.mode: row.verdict for row in rows if row.implementation == "attention"}
+
+
+@pytest.mark.parametrize("config", [{}, {"layers": 1}, {"layers": 3, "causal_layers": 1}])
+def test_check_says_what_tokens_see(config: dict[str, Any]) -> None:
+    model = random_model(**config)
+    assert attention_of(model) == SEES
+    assert entp.check(model).attention
+    assert attention_of(model, length=3) == {}  # too short to tell
+
+
+def test_check_finds_a_mask_that_stays_on_and_one_that_is_off() -> None:
+    class Causal(entp.Transformer):
+        def encode(self, x: Tensor, position_ids: Tensor | None = None, **mask: Any) -> Tensor:
+            return super().encode(x, position_ids, causal=True)
+
+    class Full(entp.Transformer):
+        def encode(self, x: Tensor, position_ids: Tensor | None = None, **mask: Any) -> Tensor:
+            return super().encode(x, position_ids)
+
+    for kind, wrong in ((Causal, {"entp", "prefix-lm"}), (Full, {"decoder", "prefix-lm"})):
+        model = random_model()
+        model.__class__ = kind
+        found = attention_of(model)
+        assert {mode for mode, verdict in found.items() if verdict.startswith(UNLIKE)} == wrong
+        assert not entp.check(model).attention
+
+
+def test_attention_that_adds_nothing_is_not_judged() -> None:
+    model = random_model()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.proj.weight.zero_()
+    assert set(attention_of(model).values()) == {"not told: attention adds nothing to a token yet"}
 
 
 def test_check_of_a_model_without_masks() -> None:

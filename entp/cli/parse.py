@@ -111,6 +111,15 @@ def _meant(told: str, words: list[str], kind: type) -> str:
     return f" Did you mean {', '.join(dict.fromkeys(close))}?" if close else ""
 
 
+def _choices(found: re.Match[str]) -> str:
+    """What is allowed in an order that is always the same, and what may have been meant: tyro keeps
+    choices in a set."""
+    names = sorted(name.strip(" '") for name in found[3].split(",") if name.strip())
+    close = get_close_matches(found[2], names, n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    return f"{found[1]}: allowed are {', '.join(names)}.{hint}"
+
+
 def _one_sentence(box: str) -> str:
     """The text inside tyro's box on one line: the complaint, and what it thinks was meant."""
     lines = [re.sub(r"[│╭╮╰╯─]+|-{3,}", "", line).strip() for line in box.splitlines()]
@@ -118,5 +127,6 @@ def _one_sentence(box: str) -> str:
     text = text.partition("For full helptext")[0].strip()
     for pattern, instead in SHORTER:
         text = re.sub(pattern, instead, text)
+    text = re.sub(r"(invalid choice '(.*?)'.*?)\. Expected one of \((.*)\)", _choices, text)
     text = text.strip().rstrip(".")
     return f"{text}{'' if text.endswith('?') else '.'}"

@@ -37,7 +37,7 @@ COMMANDS = [
 ]
 TRAINING = [
     ("--mode enpt", "'enpt' .* Expected one of .*'entp', 'decoder', 'prefix-lm'"),
-    ("--size huge", "'huge' .* Expected one of .*'medium'"),
+    ("--size huge", "'huge' .*: allowed are None, large, medium, small"),
     ("--sise small", "Unrecognized options: --sise"),
     ("--stepz 3", r"Unrecognized options: --stepz=3\. Did you mean --steps\? See"),
     ("--qqqq 3", r"Unrecognized options: --qqqq=3\. See"),
@@ -81,7 +81,7 @@ RUNS = [
     ("evaluate runs/first --batches 0", "batches is 0: at least 1 is needed"),
     ("evaluate runs/first --by digits", "unknown slice of count3 'digits': allowed are length"),
     ("evaluate runs/first --baselines", "count3 has no baselines: leave --baselines out"),
-    ("evaluate runs/first --checkpoint first", "'first' .* Expected one of .*'best', 'last'"),
+    ("evaluate runs/first --checkpoint first", "'first' .*: allowed are best, last"),
     (
         "generate runs/first --prompt 3,1,64",
         "64, outside the vocabulary of count3: allowed are 0 to 9",
@@ -110,7 +110,7 @@ RECIPES = [
 ]
 THEORY = [
     ("nothing", "unknown part of theory 'nothing': allowed are statements, rasp, count3-tradeoff"),
-    ("rasp count4 --input 1", "invalid choice 'count4' for argument '--program'"),
+    ("rasp count4 --input 1", "invalid choice 'count4' for argument '--program': allowed are"),
     ("rasp count3 --input 1,x", "--input '1,x' is not a list of whole numbers: write them like"),
     ("rasp count3-printed --input 3,1,4", "takes whole numbers from 0 to n - 1 = 2"),
     ("count3-tradeoff --n-max 64", "--n-max is 64: allowed are 128 to 4096"),

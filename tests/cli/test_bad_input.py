@@ -36,7 +36,7 @@ COMMANDS = [
     ("report --out page.pdf", "give a name that ends with .md or .html"),
 ]
 TRAINING = [
-    ("--mode enpt", "'enpt' .* Expected one of .*'entp', 'decoder', 'prefix-lm'"),
+    ("--mode enpt", "'enpt' .*: allowed are decoder, entp, prefix-lm. Did you mean entp"),
     ("--size huge", "'huge' .*: allowed are None, large, medium, small"),
     ("--sise small", "Unrecognized options: --sise"),
     ("--stepz 3", r"Unrecognized options: --stepz=3\. Did you mean --steps\? See"),

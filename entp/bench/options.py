@@ -189,6 +189,30 @@ class BenchSweepOptions:
         return found
 
 
+@dataclass(frozen=True)
+class BenchArmsOptions:
+    """Time a few steps of each arm of a recipe on its own batches, with random weights."""
+
+    only: tuple[str, ...] = ()
+    """Arms with these labels only, each in quotes."""
+    steps: int = 20
+    """Steps that are timed, after those in which kernels are compiled and the step is captured."""
+    first: int = 0
+    """The training step at which they begin: a curriculum may have other ones later."""
+    compile_layers: bool = False
+    """Compile HuggingFace's layers, as --train.compile-layers does."""
+    data: str | None = None
+    """Other data for tasks that read files."""
+    init: Path | None = None
+    """Folder of pretrained weights, whose tokenizer and sizes are taken; the weights are not."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:NUMBER."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "steps")
+        at_least(self, 0, "first")
+
+
 BENCHES: dict[str, type] = {
     "step": BenchStepOptions,
     "generate": BenchGenerateOptions,
@@ -197,6 +221,8 @@ BENCHES: dict[str, type] = {
 }
 """The benchmarks: each is the module entp.bench.NAME with `bench(options)` and `report(section)`.
 """
+ARMS = "arms"
+"""The benchmark of a recipe's arms (entp/experiments/arm_times.py), which keeps no section."""
 
 
 def option_name(field: str) -> str:

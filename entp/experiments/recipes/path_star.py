@@ -134,7 +134,7 @@ SMALL_RECIPE = replace(
     question="Does a small ENTP find the arm that a decoder guesses?",
     arms=[
         *(small_arm(mode, SMALL_STEPS, SEEDS) for mode in ("ENTP", "decoder")),
-        small_arm("decoder", LONGER_STEPS, SEEDS[:1]),
+        small_arm("decoder", LONGER_STEPS, SEEDS),
     ],
     tiny_arms={"steps": SMALL_STEPS},
     table=Table(

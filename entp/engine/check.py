@@ -227,6 +227,8 @@ def _attention(model: Any, x: Tensor, ids: Tensor | None, mode: str) -> list[Row
         plain = hidden(x)
     except InputError:  # as the mode's own row says
         return []
+    if not torch.equal(plain, hidden(x)):
+        return [Row(mode, "attention", None, None, "not told: it draws numbers, as dropout does")]
     by_last, by_first, by_prefix = seen_by(time - 1), seen_by(0), seen_by(prefix - 1)
     ahead, ahead_in_prefix = any(by_last[:-1]), any(by_prefix[: prefix - 1])
     wrong = {

@@ -26,7 +26,7 @@ from entp.training.cuda_graph import MOST_COVER
 from entp.training.drawn import drawn
 from entp.training.forward import Forward
 from entp.training.plan import Plan
-from entp.training.prefix_rows import MOST_ROWS, PrefixRows
+from entp.training.prefix_rows import PrefixRows
 
 AT_ONCE, IN_TURNS = 8, 2
 """Most runs that share a GPU, where their kernels run at the same time and where they take turns:
@@ -109,12 +109,17 @@ def _step(run: Run, plan: Plan, step: int) -> Step:
             assert own is not None
             if cover.cost(own, mode) <= MOST_COVER:
                 targets = torch.from_numpy(cover.mask)
-            elif mode == "entp" and alone.rows <= min(MOST_ROWS, MOST_COVER * prefix_rows(own)):
+            elif _alone(run, mode) and 0 < alone.rows <= MOST_COVER * prefix_rows(own):
                 targets, mode = torch.zeros(alone.count, alone.width, dtype=torch.bool), "prefix-lm"
                 targets[:, 0] = True
     if mode == "entp":
         return Step(sum(rows_of(targets)), engine_flops(run.model, targets).total)
     return Step(targets.numel(), decoder_flops(run.model, targets).total)
+
+
+def _alone(run: Run, mode: str) -> bool:
+    """Whether prefixes may stand in rows of their own."""
+    return mode == "entp" and not getattr(run.model, "causal_layers", 0)
 
 
 def _blind_step(run: Run) -> Step:

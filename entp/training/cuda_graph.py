@@ -20,6 +20,7 @@ from torch import Tensor
 
 from entp.config import OptimConfig
 from entp.engine.api import choose
+from entp.engine.budget import default_token_budget
 from entp.engine.protocol import causal_stack
 from entp.engine.streams import side_stream
 from entp.engine.support import Support, support_of
@@ -193,8 +194,8 @@ class Stepper:
             return Ready(how, batch, "", self.state.techniques)
         step = self.state.step if step is None else step
         size, own = len(batch.x), drawn(batch, how, step, self.state.techniques)
-        if own is None:
-            return None
+        if own is None or not own.target_mask.any():
+            return None  # without a target gradients are None, not 0
         for shape in self._shapes(how, size):
             name = type(shape).__name__
             if not self._fits(shape, own, (name, size)):
@@ -217,15 +218,16 @@ class Stepper:
         """Those that padded batches of this size may take, the first that is cheap enough."""
         yield self.covers.setdefault(size, Cover())
         if how.mode == "entp" and not causal_stack(self.state.model):
-            rows = self.prefix_rows.setdefault(size, PrefixRows())
-            if rows.rows <= MOST_ROWS:
-                yield rows
+            if size not in self.prefix_rows:
+                fitting = how.token_budget or default_token_budget(self.state.model, self.device)
+                self.prefix_rows[size] = PrefixRows(min(MOST_ROWS, fitting))
+            yield self.prefix_rows[size]
 
     def _reads_rows(self, how: Forward, batch: Batch) -> bool:
         """Tried once for each state of a model."""
         if self.in_rows is None:
             self.in_rows = reads_rows(self.state.model, how, batch, self.device)
-        return self.in_rows
+        return self.in_rows is True
 
     def _fits(self, shape: Cover | PrefixRows, batch: Batch, key: Key) -> bool:
         """Whether a shape holds a batch, now that it may have grown. One that is part of graphs
@@ -241,7 +243,7 @@ class Stepper:
             del self.graphs[other]
         for other in [other for other in self.seen if other[:2] == key]:
             del self.seen[other]
-        return True
+        return shape.holds(batch)
 
     def _make_room(self) -> bool:
         """Whether there may be one more graph, if need be instead of one long unused."""
@@ -339,7 +341,8 @@ def _key(ready: Ready, size: int) -> Key:
     """Shapes, targets, and which arrays a batch has; what a padded one of this size was given has
     the shape and the targets."""
     batch = ready.batch
-    extras = (batch.position_ids is not None, batch.loss_weights is not None)
+    optional = (batch.position_ids, batch.loss_weights, batch.prefix_lengths)
+    extras = (array is not None for array in optional)
     types = (batch.x.dtype.char, batch.x.shape[2:], batch.y.dtype.char, *extras)
     if ready.shape:
         return ready.shape, size, types

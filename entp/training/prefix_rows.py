@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from entp.engine.support import not_compiled
+from entp.engine.support import not_compiled, weighted_gradients
 from entp.errors import InputError
 from entp.tasks.base import IGNORE, Batch
 from entp.training.cover import Misses, prefix_rows
@@ -28,16 +28,17 @@ MOST_ROWS = 2**14
 """Rows of all prefixes, padding included: with more, a step keeps a GPU busy without a graph."""
 
 COMPARED, CLOSE = 2, 1e-3
-"""Sequences on which a model's predictions are compared, and how far apart they may be, for the
-largest of them: rounding of fp32 is far below."""
+"""Sequences on which a model is compared, and how far apart predictions may be, for the largest of
+them, and gradients: rounding of fp32 is far below."""
 
 
 class PrefixRows(Misses):
-    """A shape for all padded batches of one size: the most targets, and the longest prefix."""
+    """A shape for all padded batches of one size: the most targets, and the longest prefix; but for
+    those that would make it larger than `most` rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MOST_ROWS) -> None:
         super().__init__()
-        self.count = self.width = 0
+        self.most, self.count, self.width = most, 0, 0
 
     def holds(self, batch: Batch) -> bool:
         """Whether the batch fits as it is."""
@@ -45,8 +46,10 @@ class PrefixRows(Misses):
         return count <= self.count and width <= self.width
 
     def _grow(self, batches: list[Batch]) -> None:
-        counts, widths = zip(*map(_size, batches), strict=True)
-        self.count, self.width = max(self.count, *counts), max(self.width, *widths)
+        for batch in batches:
+            count, width = map(max, (self.count, self.width), _size(batch))
+            if count * width <= self.most:
+                self.count, self.width = count, width
 
     @property
     def rows(self) -> int:
@@ -89,29 +92,36 @@ def _size(batch: Batch) -> tuple[int, int]:
     return len(batch.row), int(batch.position.max(initial=0)) + 1
 
 
-@torch.no_grad()
-def reads_rows(model: Any, how: Forward, batch: Batch, device: torch.device) -> bool:
-    """Whether the model's own forward pass predicts from such rows what the engine does.
+def reads_rows(model: Any, how: Forward, batch: Batch, device: torch.device) -> bool | None:
+    """Whether the model's own forward pass predicts from such rows what the engine does, with the
+    same gradients; None where the batch has no prefixes that could tell.
 
     Models of others may take no masks, or tell tokens by their places.
     """
-    first = int(batch.target_mask.any(1).argmax())
+    long = (batch.target_mask & (np.arange(batch.y.shape[1]) > 0)).any(1)
+    if not long.any():
+        return None
+    first = int(long.argmax())
     few, shape = batch.part(first, -(-len(batch.x) // COMPARED)), PrefixRows()
     shape.grow(few)
     alone = shape(few)
     if alone is None:
-        return False
+        return None
     found = []
     try:
-        with not_compiled(model):
+        with not_compiled(model), torch.enable_grad():
             for one, mode in ((few, how.mode), (alone, "prefix-lm")):
                 plain = replace(how, mode=mode, precision="fp32", token_budget=None)
                 inputs = make_inputs(step_arrays(one, 0, (), World()), one, plain, model, device)
                 names = ("lengths", "position_ids", "prefix_lengths")
                 more = {name: inputs.get(name) for name in names}
-                at = torch.from_numpy(one.target_mask)
-                found.append(plain(model, inputs["x"], at, **more).double())
+                out = plain(model, inputs["x"], torch.from_numpy(one.target_mask), **more)
+                found.append([out.detach(), *weighted_gradients(model, out)])
     except InputError:
         return False
     want, got = found
-    return bool((got - want).abs().max() <= CLOSE * want.abs().max())
+    size = max((float(g.abs().max()) for g in want[1:]), default=0.0)
+    outputs, *gradients = (float((a - b).abs().max()) for a, b in zip(got, want, strict=True))
+    return outputs <= CLOSE * float(want[0].abs().max()) and max(gradients, default=0.0) <= (
+        CLOSE * size
+    )

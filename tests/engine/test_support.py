@@ -390,6 +390,14 @@ def test_check_finds_a_mask_that_stays_on_and_one_that_is_off() -> None:
         assert not entp.check(model).attention
 
 
+def test_attention_under_dropout_is_not_judged() -> None:
+    model = random_model()
+    model.blocks[0].out = nn.Sequential(model.blocks[0].out, nn.Dropout(0.5))
+    told = "not told: it draws numbers, as dropout does"
+    assert set(attention_of(model).values()) == {told}
+    assert attention_of(model.eval()) == SEES
+
+
 def test_attention_that_adds_nothing_is_not_judged() -> None:
     model = random_model()
     with torch.no_grad():

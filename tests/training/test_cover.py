@@ -43,7 +43,7 @@ from entp.training.drawn import drawn
 from entp.training.forward import Forward
 from entp.training.gradients import gradients
 from entp.training.inputs import Inputs, make_inputs, step_arrays
-from entp.training.prefix_rows import PrefixRows
+from entp.training.prefix_rows import PrefixRows, reads_rows
 from entp.training.techniques.base import Technique
 
 CPU = torch.device("cpu")
@@ -542,6 +542,76 @@ def test_models_that_do_not_read_rows_run_as_they_are(
     assert stepper.covers[8].cost(run.task.batch(0, "train", 0, 8), "entp") > MOST_COVER
     assert stepper._ready(stepper.how["entp"], run.task.batch(0, "train", 0, 8)) is None
     assert stepper.in_rows is False
+
+
+def test_models_are_compared_with_gradients_on_prefixes_that_can_tell() -> None:
+    """Attention that adds nothing hides in outputs that places were taken for positions."""
+    model = random_model(vocab=VOCAB, context_length=30, position_embedding="rotary")
+    model.__class__ = ByPlace
+    batch = replace(ragged(0, longest=8), position_ids=None)
+    assert reads_rows(model, how_for("entp"), batch, CPU) is False
+    with torch.no_grad():
+        for block in model.blocks:
+            block.proj.weight.zero_()
+    assert reads_rows(model, how_for("entp"), batch, CPU) is False
+    model.__class__ = Transformer
+    assert reads_rows(model, how_for("entp"), batch, CPU) is True
+    first = replace(batch, y=np.where(np.arange(batch.y.shape[1]) == 0, batch.x, IGNORE))
+    assert reads_rows(model, how_for("entp"), first, CPU) is None
+
+
+@dataclass(frozen=True)
+class SometimesEmpty(Spread):
+    """Every third batch has no target at all."""
+
+    name: ClassVar[str] = "sometimes-empty"
+
+    def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
+        batch = super().batch(seed, split, step, size)
+        return replace(batch, y=np.full(batch.y.shape, IGNORE)) if step % 3 == 2 else batch
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize("mode", ["entp", "decoder"])
+def test_batches_without_targets_run_as_they_are(mode: str, size: int) -> None:
+    """Gradients that are not there are not 0: momentum and decay would go on."""
+    run = ragged_run(SometimesEmpty(extras=False), mode=mode, steps=30, batch_size=size)
+    found = go(warmed(run), run, 24)
+    assert found[-1][1] >= 1
+    assert_as_plain_steps(run, found)
+
+
+@pytest.mark.usefixtures("graphs")
+def test_rows_of_prefixes_stay_within_the_token_budget() -> None:
+    run = ragged_run(Spread(), steps=40, train={"token_budget": 60})
+    stepper = warmed(run)
+    assert stepper.prefix_rows[8].rows <= 60
+    found = go(stepper, run, 10)
+    assert not any(number for _, number in found)
+    shape, wide = PrefixRows(most=40), ragged(0, longest=20, last=1)
+    shape.grow(wide)
+    assert not shape.holds(wide)
+    shape.grow(ragged(1, size=3, longest=5, last=1))
+    assert 0 < shape.rows <= 40
+
+
+@pytest.mark.usefixtures("graphs")
+def test_prompts_that_come_and_go_have_graphs_of_their_own() -> None:
+    run = ragged_run(Prompted(extras=False), mode="prefix-lm", steps=60)
+    stepper, plain = warmed(run), new_stepper(run)
+    for one in (stepper, plain):
+        one.how["prefix-lm"] = replace(one.how["prefix-lm"], prefix_length=1)
+    losses: dict[Stepper, list[float]] = {stepper: [], plain: []}
+    for step in range(30):
+        batch = run.task.batch(run.seed, "train", step, 8)
+        if step % 2:
+            batch = replace(batch, prefix_lengths=None)
+        for one, found in losses.items():
+            found.append(float(one(batch).loss))
+            one.state.step += 1
+    assert len(stepper.graphs) == 2
+    assert losses[stepper] == pytest.approx(losses[plain], rel=1e-4)
 
 
 @pytest.mark.usefixtures("graphs")

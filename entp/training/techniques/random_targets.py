@@ -104,8 +104,8 @@ class RandomTargets(Technique):
 
     def prepare(self, state: State, coming: Coming) -> None:
         """A padded batch carries its own draw: nothing is captured anew for it (drawn.py)."""
-        padded = coming.batch.lengths is not None
-        self.current = None if padded else self.draw(coming.step, coming.batch)
+        if coming.batch.lengths is None:
+            self.current = self.draw(coming.step, coming.batch)
 
     def arrange(self, step: int, batch: Batch) -> Batch:
         if not self._drops(batch):

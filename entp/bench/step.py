@@ -61,7 +61,7 @@ def make_step(run: Run, device: torch.device) -> Step:
     plan, how = Plan(run), {run.mode: Forward.of(run)}
     state = new_state(model, run.optim, plan.techniques)
     graphs = run.train.cuda_graph
-    stepper = Stepper(state, plan, how, run.optim, graphs, device, World())  # type: ignore[arg-type]
+    stepper = Stepper(state, plan, how, run.optim, graphs, device, World())
     batch = run.task.batch(0, "train", 0, run.batch_size)
     return lambda: stepper(batch)
 

@@ -407,4 +407,4 @@ def new_stepper(run: Run, device: torch.device) -> Stepper:
     state = new_state(build_model(run.model).to(device), run.optim, plan.techniques)
     how = {run.mode: Forward.of(run)}
     graphs = run.train.cuda_graph
-    return Stepper(state, plan, how, run.optim, graphs, device, World())  # type: ignore[arg-type]
+    return Stepper(state, plan, how, run.optim, graphs, device, World())

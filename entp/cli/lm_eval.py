@@ -10,7 +10,7 @@ from typing import Literal
 
 from entp.cli.derive import options_of
 from entp.cli.parse import HELP, name_of, parse
-from entp.config import Impl
+from entp.config import Impl, Mode
 from entp.errors import InputError
 
 DEFAULTS = ["--batch_size", "64", "--device", "auto"]
@@ -27,7 +27,7 @@ class LmEvalOptions:
 
     checkpoint: Literal["best", "last"] = "best"
     """The best checkpoint by validation, or the last."""
-    mode: Literal["entp", "decoder"] | None = None
+    mode: Mode | None = None
     """Mode of attention. None: the run's."""
     impl: Impl = "auto"
     """Engine for mode entp."""

@@ -97,6 +97,6 @@ class PointersOptions:
         from entp.training.checkpoint import save_model
 
         # fp32: no autocast of float64.
-        run = Run(task, model.config, mode, train=TrainConfig(precision="fp32"))  # type: ignore[arg-type]
+        run = Run(task, model.config, mode, train=TrainConfig(precision="fp32"))
         folder = save_model(model, self.out / name, run)
         return [f"saved: {folder}. Try: entp evaluate {folder}"]

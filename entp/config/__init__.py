@@ -1,6 +1,6 @@
 """What a run is, as frozen dataclasses that check themselves. Nothing here imports torch."""
 
-from entp.config.mode import IMPLS, MODES, CurriculumMode, Impl, Mode
+from entp.config.mode import IMPLS, MODES, CurriculumMode, Impl, Mode, check_mode, refresh_of
 from entp.config.model import SIZES, ModelConfig, model_for
 from entp.config.optim import OptimConfig
 from entp.config.pretrained import AnyModelConfig, PretrainedConfig, refit
@@ -34,6 +34,8 @@ __all__ = [
     "RandomTargetsConfig",
     "Run",
     "TrainConfig",
+    "check_mode",
     "model_for",
     "refit",
+    "refresh_of",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from entp.config.mode import Mode
+from entp.config.mode import Mode, mode_problems
 from entp.config.optim import OptimConfig
 from entp.config.pretrained import AnyModelConfig, PretrainedConfig
 from entp.config.techniques import (
@@ -19,7 +19,7 @@ from entp.config.techniques import (
     RandomTargetsConfig,
 )
 from entp.config.training import TrainConfig
-from entp.fields import check_numbers, choice_problems, raise_problems
+from entp.fields import check_numbers, raise_problems
 from entp.tasks.base import Task
 
 
@@ -32,7 +32,7 @@ class Run:
     model: AnyModelConfig
     """The network."""
     mode: Mode = "entp"
-    """entp, decoder or prefix-lm."""
+    """entp, decoder, prefix-lm, or refresh-N: entp that is computed anew every N tokens only."""
     steps: int = 1000
     """Optimizer steps."""
     batch_size: int = 64
@@ -58,7 +58,7 @@ class Run:
 
     def __post_init__(self) -> None:
         check_numbers(self, "")
-        problems = choice_problems(self, "")
+        problems = mode_problems(self.mode)
         for name, least in (("steps", 1), ("batch_size", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 problems.append(f"{name} is {getattr(self, name)}: it must be at least {least}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from entp.config.mode import CurriculumMode
+from entp.config.mode import RANDOM_PREFIX, CurriculumMode, mode_problems
 from entp.errors import InputError
 from entp.fields import check_numbers, choice_problems, raise_problems
 
@@ -90,8 +90,9 @@ class CurriculumConfig:
     steps: int
     """How many of the run's steps, warm-up included; optim.decay_steps counts from their end."""
     mode: CurriculumMode = "decoder"
-    """What is trained; evaluations measure the run's own mode. random-prefix: a decoder for half of
-    the steps, then ever more sequences whose tokens up to a random position see each other."""
+    """What is trained, in a mode of runs or random-prefix; evaluations measure the run's own.
+    random-prefix: a decoder for half of the steps, then ever more sequences whose tokens up to a
+    random position see each other."""
     batch_size: int | None = None
     """Sequences per step. None: as many as later."""
     lr: float | None = None
@@ -105,6 +106,7 @@ class CurriculumConfig:
     def __post_init__(self) -> None:
         check_numbers(self, "curriculum.")
         problems = choice_problems(self, "curriculum.")
+        problems += mode_problems(self.mode, RANDOM_PREFIX, name="curriculum.mode")
         for name in ("steps", "batch_size", "lr"):
             value = getattr(self, name)
             if value is not None and value <= 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from entp.config import IMPLS, MODES
-from entp.engine import packed, reference
+from entp.config import IMPLS, check_mode, refresh_of
+from entp.engine import packed, reference, refreshed
 from entp.engine.arguments import as_at, as_budget, check_inputs, check_mask, positions
 from entp.engine.budget import default_token_budget
 from entp.engine.devices import LARGEST_HEAD, triton_missing
@@ -167,6 +167,42 @@ def all_prefixes(
     target_mask = as_target_mask(x, at, lengths)
     budget = as_budget(token_budget) or default_token_budget(model, x.device)
     rows = _in_chunks(compute, model, x, target_mask, budget, ids)
+    return _read_out(model, rows, at, target_mask, lengths)
+
+
+def _refreshed(
+    model: ModelProtocol,
+    x: Tensor | np.ndarray | Sequence,
+    every: int,
+    *,
+    at: Tensor | np.ndarray | Sequence[int] | None,
+    impl: str,
+    lengths: Tensor | np.ndarray | Sequence[int] | None,
+    position_ids: Tensor | np.ndarray | Sequence | None,
+    token_budget: int | None,
+) -> Tensor:
+    """Predictions in mode refresh-N, with N = every."""
+    at = as_at(at)
+    x, lengths, ids = check_inputs(model, x, lengths, position_ids)
+    hidden, causal = refreshed.refreshed_hidden, functools.partial(causal_hidden, impl=impl)
+    if impl == "reference":
+        hidden, causal = refreshed.reference_hidden, functools.partial(masked_hidden)
+    compute = functools.partial(hidden, every=every, causal=causal)
+    target_mask = as_target_mask(x, at, lengths)
+    budget = as_budget(token_budget) or default_token_budget(model, x.device)
+    cut = functools.partial(refreshed.split, every=every)
+    rows = _in_chunks(compute, model, x, target_mask, budget, ids, cut)
+    return _read_out(model, rows, at, target_mask, lengths)
+
+
+def _read_out(
+    model: ModelProtocol,
+    rows: Tensor,
+    at: Tensor | Sequence[int] | None,
+    target_mask: Tensor,
+    lengths: Tensor | None,
+) -> Tensor:
+    """Outputs at the positions `at` (see all_prefixes) of the rows at the targets."""
     if not _is_mask(at):
         return select(model, _spread(rows, target_mask), at, lengths)
     outputs = model.readout(rows)
@@ -187,15 +223,27 @@ def predict(
     impl: str = "auto",
     token_budget: int | None = None,
 ) -> Tensor:
-    """Predictions at every position, or those in `at`, in mode entp, decoder or prefix-lm.
+    """Predictions at every position, or those in `at`, in mode entp, decoder, prefix-lm, or
+    refresh-N: entp that is computed anew every N tokens only (engine/refreshed.py).
 
     x: token ids (B, T), or vectors (B, T, input_dim).
     lengths: (B,) true lengths of rows padded on the right; outputs at padding are 0 and nothing
         depends on it.
     prefix: for mode prefix-lm, an int or (B,).
-    at, position_ids, impl, token_budget: see `entp.all_prefixes`. In the other modes `at` only
-        selects, and impl is "triton" or the model's own forward pass.
+    at, position_ids, impl, token_budget: see `entp.all_prefixes`. In modes decoder and prefix-lm
+        `at` only selects, and impl is "triton" or the model's own forward pass.
     """
+    check_mode(mode)
+    every = refresh_of(mode)
+    if every is not None:
+        return _refreshed(
+            *(model, x, every),
+            at=at,
+            impl=impl,
+            lengths=lengths,
+            position_ids=position_ids,
+            token_budget=token_budget,
+        )
     if mode == "entp":
         return all_prefixes(
             model,
@@ -206,8 +254,6 @@ def predict(
             position_ids=position_ids,
             token_budget=token_budget,
         )
-    if mode not in MODES:
-        raise one_of("mode", mode, MODES)
     at = as_at(at)
     x, lengths, ids = check_inputs(model, x, lengths, position_ids)
     hidden = causal_hidden(
@@ -368,11 +414,14 @@ def _in_chunks(
     target_mask: Tensor,
     budget: int,
     position_ids: Tensor | None,
+    cut: Callable[..., Iterable[Tensor]] = split,
 ) -> Tensor:
-    """compute(model, x, target_mask, position_ids), at most `budget` rows at a time."""
+    """compute(model, x, target_mask, position_ids), at most `budget` rows at a time; cut: into
+    masks of so many rows."""
     time = x.shape[1]
     most_rows = x.shape[0] * time * (time + 1) // 2
-    chunks = [target_mask] if most_rows <= budget else list(split(target_mask, budget))
+    fits = most_rows <= budget
+    chunks = [target_mask] if fits else list(cut(target_mask, token_budget=budget))
     if not chunks:
         return compute(model, x, target_mask, position_ids)
     inputs = [_chunk_inputs(x, chunk, position_ids) for chunk in chunks]

@@ -109,12 +109,13 @@ def check(
 def _compare(model: Any, x: Tensor, ids: Tensor | None) -> list[Row]:
     """Every implementation and cache in every mode."""
     rows: list[Row] = []
-    for mode in MODES:
-        rows += _attention(model, x, ids, mode)
+    modes = (*MODES, REFRESH)
+    for mode in modes:
+        rows += _attention(model, x, ids, mode) if mode in SEES else []
         rows += _compare_mode(model, x, ids, mode)
     if getattr(model, "vocab", None) is not None:
         declined = {row.mode for row in rows if row.implementation == "reference"}
-        runs = [mode for mode in MODES if mode not in declined]
+        runs = [mode for mode in modes if mode not in declined]
         rows += [_compare_cache(model, x, ids, mode) for mode in runs]
     return rows
 
@@ -182,7 +183,7 @@ def _compare_mode(model: Any, x: Tensor, ids: Tensor | None, mode: str) -> list[
     except InputError as error:
         return [Row(mode, "reference", None, None, f"not used: {_short(error)}")]
     rows = []
-    impls = ("packed", "triton") if mode == "entp" else ("triton",)
+    impls = ("packed", "triton") if mode in ("entp", REFRESH) else ("triton",)
     for impl in impls:
         try:
             rows.append(_row(model, mode, impl, run(impl), want))
@@ -191,6 +192,8 @@ def _compare_mode(model: Any, x: Tensor, ids: Tensor | None, mode: str) -> list[
     return rows
 
 
+REFRESH = "refresh-3"
+"""Stands for all modes refresh-N: their implementations differ in nothing but N."""
 SEES = {
     "entp": "full: tokens see later ones",
     "decoder": "causal: no token sees a later one",

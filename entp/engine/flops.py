@@ -26,7 +26,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from entp.config import AnyModelConfig, ModelConfig
+from entp.config import AnyModelConfig, ModelConfig, refresh_of
+from entp.engine.refreshed import row_widths
 from entp.errors import InputError
 
 STEP = 3
@@ -85,6 +86,25 @@ def engine_flops(config: AnyModelConfig, target_mask: Tensor) -> Flops:
     first = 2 * (1 + causal) * width * tokens * longest
     attention = first + 2 * middle * width * squares + last_attention
     return _step(config, linear, attention, tokens, prefixes)
+
+
+def refresh_flops(config: AnyModelConfig, target_mask: Tensor, every: int) -> Flops:
+    """A training step in mode refresh-N, N = every: each row like a decoder's."""
+    widths = row_widths(target_mask, every)
+    tokens, squares = sum(widths), sum(width * width for width in widths)
+    linear = config.depth * sum(_block(config)) * tokens
+    attention = 2 * config.depth * config.width * squares
+    return _step(config, linear, attention, tokens, len(_lengths(target_mask)))
+
+
+def mode_flops(config: AnyModelConfig, target_mask: Tensor, mode: str) -> Flops:
+    """A training step in this mode, of the exact engine where it is entp."""
+    every = refresh_of(mode)
+    if mode == "entp":
+        return engine_flops(config, target_mask)
+    if every is not None:
+        return refresh_flops(config, target_mask, every)
+    return decoder_flops(config, target_mask)
 
 
 def token_flops(config: AnyModelConfig, length: int, mode: str) -> Flops:

@@ -188,7 +188,7 @@ Layout = Packing | Strided
 """Where prefixes stand, for kernels."""
 
 
-class _Shared:
+class Shared:
     """Tables by mask and device: one object for equal masks, while anyone holds it.
 
     The last few are held in any case. A captured step holds its own, so that what it reads is never
@@ -223,8 +223,8 @@ def _make_positions(mask: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(mask.ravel().nonzero()[0]).to(device)
 
 
-_packings = _Shared(_make_packing, recent=8)
-_positions = _Shared(_make_positions, recent=32)
+_packings = Shared(_make_packing, recent=8)
+_positions = Shared(_make_positions, recent=32)
 
 
 def pack(target_mask: Tensor, device: torch.device | None = None) -> Packing:

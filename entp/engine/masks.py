@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from entp.config import MODES
+from entp.config import check_mode, refresh_of
 from entp.errors import InputError, one_of
 from entp.fields import as_int
 
@@ -137,20 +137,21 @@ def attend(
 
 
 def draw(mode: str, time: int = 8, prefix: int = 4) -> str:
-    """The pattern of a mode in characters; for entp, those of the last three predictions in a row.
+    """The pattern of a mode in characters; for entp and refresh-N, those of the last three
+    predictions in a row.
 
     decoder:  # . .      rows are queries, columns keys; # is seen, . is masked
               # # .
               # # #
     """
-    if mode not in MODES:
-        raise one_of("mode", mode, MODES)
-    if mode != "entp":
+    check_mode(mode)
+    every = 1 if mode == "entp" else refresh_of(mode)
+    if every is None:
         return "\n".join(_line(row) for row in visible(mode, time, prefix=prefix)[0].tolist())
     squares = []
     for n in range(max(1, time - 2), time + 1):
         square = torch.zeros(time, time, dtype=torch.bool)
-        square[:n, :n] = True
+        square[:n, :n] = visible("prefix-lm", n, prefix=max(1, n // every * every))[0]
         squares.append([_line(row) for row in square.tolist()])
     return "\n".join("   ".join(lines) for lines in zip(*squares, strict=True))
 

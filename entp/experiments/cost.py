@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from entp.config import PretrainedConfig, Run
-from entp.engine.flops import decoder_flops, engine_flops
+from entp.engine.flops import mode_flops
 from entp.tasks.base import IGNORE, Batch
 from entp.training.distributed import World
 from entp.training.plan import Plan
@@ -72,8 +72,7 @@ def step_flops(run: Run, mode: str, batch_size: int, step: int) -> float:
 def _sample_flops(run: Run, mode: str, step: int, size: int) -> int:
     """Operations of a step of so many sequences."""
     batch = run.task.batch(run.seed, "train", step, size)
-    formula = engine_flops if mode == "entp" else decoder_flops
-    return formula(run.model, carrying(run, step, batch)).total
+    return mode_flops(run.model, carrying(run, step, batch), mode).total
 
 
 def carrying(run: Run, step: int, batch: Batch) -> Tensor:

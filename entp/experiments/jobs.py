@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from entp.config import PretrainedConfig, Run
+from entp.config import PretrainedConfig, Run, refresh_of
 from entp.engine.budget import BUSY
-from entp.engine.flops import decoder_flops, engine_flops
+from entp.engine.flops import mode_flops
 from entp.engine.layout import rows_of
+from entp.engine.refreshed import row_widths
 from entp.errors import InputError
 from entp.experiments.collect import read_folder
 from entp.experiments.cost import carrying
@@ -59,7 +61,8 @@ class Step(NamedTuple):
     """What a training step computes."""
 
     rows: int
-    """Rows of prefixes; in other modes than entp, tokens of sequences."""
+    """Rows of prefixes, or of what is read between two refreshes; in other modes tokens of
+    sequences."""
     flops: int
 
 
@@ -112,9 +115,17 @@ def _step(run: Run, plan: Plan, step: int) -> Step:
             elif _alone(run, mode) and 0 < alone.rows <= MOST_COVER * prefix_rows(own):
                 targets, mode = torch.zeros(alone.count, alone.width, dtype=torch.bool), "prefix-lm"
                 targets[:, 0] = True
+    return _computed(run, targets, mode)
+
+
+def _computed(run: Run, targets: Tensor, mode: str) -> Step:
+    """A step with these targets in this mode."""
+    every, rows = refresh_of(mode), targets.numel()
     if mode == "entp":
-        return Step(sum(rows_of(targets)), engine_flops(run.model, targets).total)
-    return Step(targets.numel(), decoder_flops(run.model, targets).total)
+        rows = sum(rows_of(targets))
+    elif every is not None:
+        rows = sum(row_widths(targets, every))
+    return Step(rows, mode_flops(run.model, targets, mode).total)
 
 
 def _alone(run: Run, mode: str) -> bool:
@@ -132,9 +143,7 @@ def _blind_step(run: Run) -> Step:
         targets[:, : -run.task.sequence_targets] = False
     elif run.random_targets is not None:  # evenly spread
         targets[:] = torch.arange(time) % max(1, time // run.random_targets.count) == 0
-    if run.mode == "entp":
-        return Step(sum(rows_of(targets)), engine_flops(run.model, targets).total)
-    return Step(targets.numel(), decoder_flops(run.model, targets).total)
+    return _computed(run, targets, run.mode)
 
 
 def expected_seconds(run: Run, done: int = 0) -> float:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entp.config import ModelConfig, PretrainedConfig, Run
+from entp.config import MODES, ModelConfig, PretrainedConfig, Run, refresh_of
 from entp.data.tokenizers import END, TOKENIZER, ByteTokenizer, _byte_alphabet
 from entp.errors import InputError
 from entp.files import json_bytes, write_folder
@@ -110,6 +110,8 @@ def _problems(run: Run) -> list[str]:
         return [f"{run.task.name} gives its tokens positions that generate does not know of"]
     if isinstance(model, PretrainedConfig):
         return export_pretrained.problems(run, model)
+    if refresh_of(run.mode) is not None:
+        return [f"its mode is {run.mode}, and our class for HuggingFace knows {', '.join(MODES)}"]
     if model.causal_layers:
         return [f"its first layers are causal in every mode (causal_layers {model.causal_layers})"]
     if model.outputs is not None:

@@ -34,8 +34,8 @@ def problems(run: Run, model: PretrainedConfig) -> list[str]:
         return [
             f"no class of HuggingFace's has its new head of {model.outputs or model.vocab} outputs"
         ]
-    if run.mode == "prefix-lm":
-        return ["its mode is prefix-lm, and HuggingFace's classes compute entp and decoder alone"]
+    if run.mode not in ("entp", "decoder"):
+        return [f"its mode is {run.mode}, and HuggingFace's classes compute entp and decoder alone"]
     if run.mode == "decoder" and kind in MASKED and kind not in MAY_BE_CAUSAL:
         return [
             f"its mode is decoder, and HuggingFace's {kind} always attends fully "

@@ -17,14 +17,14 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
-from entp.config import Run
+from entp.config import Run, check_mode
 from entp.engine.generation.generate import generate
 from entp.errors import InputError
 from entp.hf.scoring import Scorer
 from entp.tasks.tokens import find_tokenizer, model_vocab, tokenizer_of_run
 from entp.tasks.windows import windows
 from entp.training.checkpoint import find, load, load_run
-from entp.training.cover import COVERED_MODES
+from entp.training.cover import COVERED_MODES, padding_is_nothing
 from entp.training.distributed import World, pick_device
 from entp.training.forward import Forward
 
@@ -141,7 +141,8 @@ def _check_model(model: Any, tokenizer: str, run: str) -> None:
 
 
 def _check_mode(mode: str) -> None:
-    if mode not in COVERED_MODES:
+    check_mode(mode)
+    if not padding_is_nothing(mode):
         raise InputError(
             f"mode {mode} needs a prefix, and requests of lm-eval have none: use "
             f"{' or '.join(COVERED_MODES)}."

@@ -12,11 +12,17 @@ from dataclasses import fields, replace
 
 import numpy as np
 
+from entp.config import refresh_of
 from entp.tasks.base import IGNORE, Batch
 
 COVERED_MODES = ("entp", "decoder")
-"""Modes in which a token changes nothing at earlier positions."""
+"""Modes in which a token changes nothing at earlier positions, whose padded batches are covered."""
 ARRAYS = tuple(field.name for field in fields(Batch))
+
+
+def padding_is_nothing(mode: str) -> bool:
+    """Whether a token changes nothing at earlier positions in this mode."""
+    return mode in COVERED_MODES or refresh_of(mode) is not None
 
 
 def prefix_rows(batch: Batch) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entp.config import OptimConfig
+from entp.config import OptimConfig, refresh_of
 from entp.engine.api import choose
 from entp.engine.budget import default_token_budget
 from entp.engine.protocol import causal_stack
@@ -276,6 +276,8 @@ class Stepper:
             return False
         if self.model is None or not self.model[0].graphs:
             return False
+        if refresh_of(how.mode) is not None:
+            return False  # its layouts are not among the tables that a captured step holds
         if how.mode != "entp":
             return True
         if how.mode not in self.chosen:

@@ -10,15 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from entp.config import refresh_of
 from entp.engine.budget import BUSY, default_token_budget
 from entp.engine.protocol import depth
+from entp.engine.refreshed import row_widths
 from entp.errors import InputError, one_of
 from entp.tasks.base import IGNORE, Batch, Split, Task
 from entp.tasks.metrics import Predicted, Totals
 from entp.training.cover import (
-    COVERED_MODES,
     joinable,
     joined,
+    padding_is_nothing,
     prefix_rows,
     real_tokens,
     without_lengths,
@@ -65,10 +67,10 @@ def _groups(
     group: list[Batch] = []
     size, width = np.zeros(3, int), 0
     for batch in batches:
-        own, own_width = _size(batch), batch.y.shape[1]
+        own, own_width = _size(batch, how.mode), batch.y.shape[1]
         size, width = size + own, max(width, own_width)
         sequences, rows, targets = size.tolist()
-        computed = rows if how.mode == "entp" else sequences * width
+        computed = rows or sequences * width
         fits = computed <= most and targets <= most_targets
         if group and not (fits and joinable(group[0], batch)):
             yield group
@@ -78,9 +80,14 @@ def _groups(
         yield group
 
 
-def _size(batch: Batch) -> np.ndarray:
-    """Its sequences, rows of prefixes, and targets."""
-    return np.array([len(batch.x), prefix_rows(batch), len(batch.targets)])
+def _size(batch: Batch, mode: str) -> np.ndarray:
+    """Its sequences, the rows of its prefixes where the mode has such, and its targets."""
+    every, rows = refresh_of(mode), 0
+    if mode == "entp":
+        rows = prefix_rows(batch)
+    elif every is not None:
+        rows = sum(row_widths(batch.target_mask, every))
+    return np.array([len(batch.x), rows, len(batch.targets)])
 
 
 def _outputs(model: Any, how: Forward, device: torch.device) -> int:
@@ -105,7 +112,7 @@ class _Answers(NamedTuple):
 
 def _predict(model: Any, how: Forward, batch: Batch, device: torch.device) -> _Answers:
     """The answer to each target and its loss."""
-    one = without_lengths(batch) if how.mode in COVERED_MODES else batch
+    one = without_lengths(batch) if padding_is_nothing(how.mode) else batch
     names = ("lengths", "position_ids", "prefix_lengths")
     arrays = {name: getattr(one, name) for name in names}
     more = {k: torch.from_numpy(v).to(device) for k, v in arrays.items() if v is not None}

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from entp.config import refresh_of
+from entp.engine import refreshed
 from entp.engine.budget import step_token_budget
 from entp.engine.layout import pack, positions_of, rows_of, split, trim, whole_sequences
 from entp.tasks.base import Batch
@@ -69,10 +71,10 @@ def step_arrays(
     return found
 
 
-def token_budget(how: Forward, model: Any, target_mask: Tensor) -> int:
-    """Most prefix tokens of a chunk."""
+def token_budget(how: Forward, model: Any, rows: int) -> int:
+    """Most rows of a chunk, of so many."""
     device = next(model.parameters()).device
-    return how.token_budget or step_token_budget(model, device, sum(rows_of(target_mask)))
+    return how.token_budget or step_token_budget(model, device, rows)
 
 
 def make_inputs(
@@ -80,9 +82,12 @@ def make_inputs(
 ) -> Inputs:
     """The arrays on the device, with the predictions in chunks of at most the token budget."""
     targets = arrays["y"] != -100
-    chunks = [targets]
+    chunks, every = [targets], refresh_of(how.mode)
     if how.mode == "entp":
-        chunks = list(split(targets, token_budget(how, model, targets)))
+        chunks = list(split(targets, token_budget(how, model, sum(rows_of(targets)))))
+    elif every is not None:
+        budget = token_budget(how, model, sum(refreshed.row_widths(targets, every)))
+        chunks = list(refreshed.split(targets, every, budget))
     if "weights" in arrays:
         arrays = {**arrays, "weights": arrays["weights"].to(loss_type(model))}
     there = {name: value.to(device, non_blocking=True) for name, value in arrays.items()}

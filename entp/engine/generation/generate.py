@@ -1,4 +1,4 @@
-"""Generation in the three modes, for prompts of different lengths in one batch.
+"""Generation in all modes, for prompts of different lengths in one batch.
 
 # lists: prompts with continuations
 entp.generate(model, [[3, 1, 4], [1, 5]], max_new_tokens=8)
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entp.config import MODES
+from entp.config import check_mode, refresh_of
 from entp.engine.api import choose, resolve
 from entp.engine.cold_start import warm_math
 from entp.engine.generation.caches import (
@@ -30,10 +30,11 @@ from entp.engine.generation.caches import (
     NoCache,
     SlidingCache,
 )
+from entp.engine.generation.refresh_cache import RefreshCache
 from entp.engine.masks import as_prefix
 from entp.engine.protocol import ModelProtocol, causal_stack, depth
 from entp.engine.support import support_of
-from entp.errors import InputError, one_of
+from entp.errors import InputError
 from entp.fields import as_int
 
 Prompts = TypeVar("Prompts", Tensor, list[list[int]])
@@ -265,8 +266,11 @@ def make_cache(
     if not cache or not _can_cache(model, tokens_BT, position_ids):
         return NoCache(model, mode, prefix_B)
     device = next(model.parameters()).device  # type: ignore[attr-defined]
+    every = refresh_of(mode)
     # With one layer, ENTP and decoder are the same function.
-    decoder = mode != "entp" or depth(model) == 1
+    decoder = mode in ("decoder", "prefix-lm") or depth(model) == 1
+    if every is not None and not decoder:
+        return RefreshCache(model, capacity, every)
     support = support_of(model)
     graphs = device.type == "cuda" and support.graphs and support.unknown is None
     if graphs and (decoder or choose("auto", device, model).impl == "triton"):
@@ -373,8 +377,7 @@ def _check(
     vocab: int, rows: list[list[int]], max_new_tokens: int, mode: str, stop: int | None
 ) -> None:
     """Raise InputError for what cannot be generated."""
-    if mode not in MODES:
-        raise one_of("mode", mode, MODES)
+    check_mode(mode)
     if (as_int(max_new_tokens) or 0) < 1:
         raise InputError(f"max_new_tokens is {max_new_tokens!r}: it must be at least 1, and whole.")
     if stop is not None and as_int(stop) is None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from entp.config import Run
-from entp.engine.layout import positions_of, split
+from entp.engine.layout import positions_of, rows_of, split
 from entp.errors import InputError
 from entp.tasks.base import SPLITS, Batch
 from entp.training.distributed import World
@@ -423,7 +423,7 @@ class ImportanceSampling(Technique):
             self.by = None
         elif self.by is None or self.by.selection is not self.selection:
             mask = torch.from_numpy(coming.batch.target_mask)
-            budget = token_budget(coming.how, state.model, mask)
+            budget = token_budget(coming.how, state.model, sum(rows_of(mask)))
             self.by = chosen(self.selection, budget, coming.device)
 
     def _first_errors(self, model: Any, coming: Coming) -> Tensor:
@@ -431,7 +431,7 @@ class ImportanceSampling(Technique):
         mask = torch.from_numpy(coming.batch.target_mask)
         chunks = [mask]
         if not self.samples:
-            chunks = list(split(mask, token_budget(coming.how, model, mask)))
+            chunks = list(split(mask, token_budget(coming.how, model, sum(rows_of(mask)))))
         arrays = {"x": torch.from_numpy(coming.batch.x), "y": torch.from_numpy(coming.batch.y)}
         if coming.batch.position_ids is not None:
             arrays["position_ids"] = torch.from_numpy(coming.batch.position_ids)

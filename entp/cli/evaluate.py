@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from entp.cli.on import on_options, run_on, take_on
 from entp.cli.parse import name_of, named_task, parse
-from entp.config import Impl, Run
+from entp.config import Impl, Mode, Run
 from entp.data.places import add_place
 from entp.errors import InputError, one_of
 from entp.tasks.base import Split, Task
@@ -34,6 +34,8 @@ class EvaluateOptions:
     """Seed of the sequences. None: the run's."""
     checkpoint: Checkpoint = "best"
     """The best checkpoint by validation, or the last."""
+    mode: Mode | None = None
+    """Mode of attention, such as refresh-8 or decoder for a run of entp. None: the run's."""
     by: tuple[str, ...] = ()
     """Also measure by these slices, such as length; `entp tasks TASK` lists those of a task."""
     generate: bool = False
@@ -66,6 +68,8 @@ def evaluate_command(args: list[str]) -> int:
         *(folder, options.checkpoint, options.device, options.task),
         options.data if on is None else None,
     )
+    if options.mode is not None:
+        run = dataclasses.replace(run, mode=options.mode, importance=None)
     if on is not None:
         other: Any = options.on
         run = run_on(run, other.with_data(options.data))
@@ -189,6 +193,8 @@ def _interval(ends: tuple[float, float] | None) -> str:
 
 def _as_json(folder: str, options: EvaluateOptions, found: dict[str, Totals]) -> dict[str, Any]:
     asked = {"run": folder, "checkpoint": options.checkpoint, "split": options.split}
+    if options.mode is not None:
+        asked["mode"] = options.mode
     others = {
         name: _values(totals, options.by) for name, totals in found.items() if name != "model"
     }

@@ -89,7 +89,7 @@ def engine_flops(config: AnyModelConfig, target_mask: Tensor) -> Flops:
 
 
 def refresh_flops(config: AnyModelConfig, target_mask: Tensor, every: int) -> Flops:
-    """A training step in mode refresh-N, N = every: each row like a decoder's."""
+    """A training step in mode refresh-N, N = every: each row like a decoder's, padding included."""
     widths = row_widths(target_mask, every)
     tokens, squares = sum(widths), sum(width * width for width in widths)
     linear = config.depth * sum(_block(config)) * tokens

@@ -15,6 +15,7 @@ the rest is a decoder's with a cache, from one refresh to the next.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entp.engine.layout import Shared
+from entp.config import refresh_of
+from entp.engine.layout import Shared, positions_of, trim, whole_sequences
 from entp.engine.protocol import ModelProtocol
 
 WIDTHS = 4
@@ -118,10 +120,30 @@ def lay_out(target_mask: Tensor, device: torch.device, every: int) -> Refreshed:
 
 
 def row_widths(target_mask: Tensor | np.ndarray, every: int) -> list[int]:
-    """Tokens of each row, without padding."""
+    """Tokens of each row, padding included."""
     mask = target_mask.cpu().numpy() if isinstance(target_mask, Tensor) else target_mask
-    widths: list[int] = _rows_of(mask, every)[1].tolist()
+    widths: list[int] = _padded(_rows_of(mask, every)[1]).tolist()
     return widths
+
+
+def computed_rows(target_mask: Tensor | np.ndarray, mode: str) -> int:
+    """Tokens that run through the layers for these targets in this mode."""
+    every, lengths = refresh_of(mode), np.arange(1, target_mask.shape[1] + 1)
+    if mode == "entp":
+        return int(lengths @ np.asarray(target_mask.sum(0)))
+    if every is not None:
+        return sum(row_widths(target_mask, every))
+    return math.prod(target_mask.shape)
+
+
+def tables(target_mask: Tensor, every: int, device: torch.device) -> list[object]:
+    """What the engine looks up for these targets, made before a step is captured."""
+    found: list[object] = [positions_of(target_mask, device)]
+    layout = lay_out(target_mask[trim(target_mask)], device, every)
+    for rows in layout.rows:
+        packing = whole_sequences(len(rows.sequence), rows.width, device)
+        found += [packing, packing.tables()]
+    return [*found, layout]
 
 
 def split(target_mask: Tensor, every: int, token_budget: int) -> Iterator[Tensor]:
@@ -147,29 +169,35 @@ def _layouts(every: int) -> Shared:
 
 
 def _rows_of(mask: np.ndarray, every: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(R, 2) the sequence and the refresh of each row, its width, and the row of each target."""
+    """(2, R) the sequence and the refresh of each row, its width, and the row of each target."""
     sequence, time = mask.nonzero()
-    keys = np.stack([sequence, (time + 1) // every], 1)
-    rows, of_target = np.unique(keys, axis=0, return_inverse=True)
-    of_target = of_target.reshape(-1)
-    widths = np.zeros(len(rows), int)
-    np.maximum.at(widths, of_target, time + 1)
-    return rows, widths, of_target
+    many = mask.shape[1] // every + 1
+    keys, of_target = np.unique(sequence * many + (time + 1) // every, return_inverse=True)
+    widths = np.zeros(len(keys), int)
+    widths[of_target] = time + 1  # in order of time: the last is the largest
+    return np.stack([keys // many, keys % many]), widths, of_target
+
+
+def _padded(widths: np.ndarray) -> np.ndarray:
+    """Each row's width as one of WIDTHS."""
+    step = max(1, -(-int(widths.max(initial=0)) // WIDTHS))
+    kinds = (widths - 1) // step
+    widest = np.zeros(WIDTHS, int)
+    np.maximum.at(widest, kinds, widths)
+    return widest[kinds]
 
 
 def _make(mask: np.ndarray, device: torch.device, every: int) -> Refreshed:
     time = mask.nonzero()[1]
     rows, widths, of_target = _rows_of(mask, every)
-    step = max(1, -(-int(widths.max(initial=0)) // WIDTHS))
-    kinds, made, order = (widths - 1) // step, [], []
-    for kind in np.unique(kinds):
-        chosen = np.flatnonzero(kinds == kind)
-        width = int(widths[chosen].max())
-        place = np.full(len(rows), -1)
+    padded, made, order = _padded(widths), [], []
+    for width in np.unique(padded).tolist():
+        chosen = np.flatnonzero(padded == width)
+        place = np.full(len(widths), -1)
         place[chosen] = np.arange(len(chosen))
         targets = np.flatnonzero(place[of_target] >= 0)
-        prefix = first_tokens(rows[chosen, 1] * every, every)
-        arrays = (rows[chosen, 0], prefix, place[of_target[targets]] * width + time[targets])
+        prefix = first_tokens(rows[1, chosen] * every, every)
+        arrays = (rows[0, chosen], prefix, place[of_target[targets]] * width + time[targets])
         one, two, three = (torch.from_numpy(a).to(device) for a in arrays)
         made.append(Rows(width, one, two, bool((prefix <= 1).all()), three))
         order.append(targets)

@@ -13,11 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from entp.config import PretrainedConfig, Run, refresh_of
+from entp.config import PretrainedConfig, Run
 from entp.engine.budget import BUSY
 from entp.engine.flops import mode_flops
-from entp.engine.layout import rows_of
-from entp.engine.refreshed import row_widths
+from entp.engine.refreshed import computed_rows
 from entp.errors import InputError
 from entp.experiments.collect import read_folder
 from entp.experiments.cost import carrying
@@ -120,12 +119,7 @@ def _step(run: Run, plan: Plan, step: int) -> Step:
 
 def _computed(run: Run, targets: Tensor, mode: str) -> Step:
     """A step with these targets in this mode."""
-    every, rows = refresh_of(mode), targets.numel()
-    if mode == "entp":
-        rows = sum(rows_of(targets))
-    elif every is not None:
-        rows = sum(row_widths(targets, every))
-    return Step(rows, mode_flops(run.model, targets, mode).total)
+    return Step(computed_rows(targets, mode), mode_flops(run.model, targets, mode).total)
 
 
 def _alone(run: Run, mode: str) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 import numpy as np
 
 from entp.config import refresh_of
+from entp.engine.refreshed import computed_rows
 from entp.tasks.base import IGNORE, Batch
 
 COVERED_MODES = ("entp", "decoder")
@@ -23,6 +24,11 @@ ARRAYS = tuple(field.name for field in fields(Batch))
 def padding_is_nothing(mode: str) -> bool:
     """Whether a token changes nothing at earlier positions in this mode."""
     return mode in COVERED_MODES or refresh_of(mode) is not None
+
+
+def skips_targets(mode: str) -> bool:
+    """Whether a step of this mode is cheaper with fewer targets."""
+    return mode == "entp" or refresh_of(mode) is not None
 
 
 def prefix_rows(batch: Batch) -> int:
@@ -175,9 +181,10 @@ class Cover(Misses):
 
     def cost(self, batch: Batch, mode: str) -> float:
         """How many times the rows of the batch itself its covered form has, in this mode."""
-        if mode != "entp":
-            return self.width / batch.y.shape[1]
-        return self.rows / max(1, prefix_rows(batch))
+        if mode == "entp":
+            return self.rows / max(1, prefix_rows(batch))
+        own = max(1, computed_rows(batch.target_mask, mode))
+        return computed_rows(self.mask, mode) / own
 
     def __call__(self, batch: Batch) -> Batch | None:
         """The batch in the cover's shape and order, without lengths; None if it has targets in its

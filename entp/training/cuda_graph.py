@@ -22,6 +22,7 @@ from entp.config import OptimConfig, refresh_of
 from entp.engine.api import choose
 from entp.engine.budget import default_token_budget
 from entp.engine.protocol import causal_stack
+from entp.engine.refreshed import tables
 from entp.engine.streams import side_stream
 from entp.engine.support import Support, support_of
 from entp.errors import EngineWarning
@@ -132,8 +133,7 @@ class Stepper:
             if self.seen[key] <= wait or not self._make_room():
                 return self._eager(ready, stop)
             inputs = self._inputs(*ready)
-            layouts = self._layouts(ready.how, inputs)
-            inputs.tables.extend(chunk_tables(layouts, inputs["x"].device))  # cuda:0, not cuda
+            inputs.tables.extend(self._tables(ready.how, inputs))
             captured = self._capture(ready.how, inputs)
             if captured is None:
                 return self._eager(ready, stop)
@@ -276,8 +276,6 @@ class Stepper:
             return False
         if self.model is None or not self.model[0].graphs:
             return False
-        if refresh_of(how.mode) is not None:
-            return False  # its layouts are not among the tables that a captured step holds
         if how.mode != "entp":
             return True
         if how.mode not in self.chosen:
@@ -299,13 +297,16 @@ class Stepper:
         arrays = self._arrays(batch, self.state.techniques if techniques is None else techniques)
         return make_inputs(arrays, batch, how, self.state.model, self.device)
 
-    def _layouts(self, how: Forward, inputs: Inputs) -> list[tuple[Tensor, bool]]:
-        """The masks that the step computes, and whether as whole sequences."""
+    def _tables(self, how: Forward, inputs: Inputs) -> list[object]:
+        """What the engine looks up in this step."""
+        device, every = inputs["x"].device, refresh_of(how.mode)  # cuda:0, not cuda
         for technique in self.state.techniques:
             own = technique.layouts(how)
             if own is not None:
-                return own
-        return [(chunk, how.mode != "entp") for chunk in inputs.chunks]
+                return chunk_tables(own, device)
+        if every is not None:
+            return [one for chunk in inputs.chunks for one in tables(chunk, every, device)]
+        return chunk_tables([(chunk, how.mode != "entp") for chunk in inputs.chunks], device)
 
     def _update(self, how: Forward, inputs: Inputs, stop: Stop) -> Updated:
         return update(self.state, inputs, how, self.optim.grad_clip, self.world, stop)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from entp.tasks.base import IGNORE, Batch
-from entp.training.cover import COVERED_MODES
+from entp.training.cover import padding_is_nothing, skips_targets
 from entp.training.distributed import World
 from entp.training.forward import Forward
 from entp.training.techniques.base import Technique
@@ -38,14 +38,14 @@ def drawn(batch: Batch, how: Forward, step: int, techniques: Sequence[Technique]
         weights = np.where(y == IGNORE, 0.0, weights)
         if not np.isclose(weights.sum(), batch.target_mask.sum()):
             return None
-        batch = replace(batch, y=y if how.mode == "entp" else batch.y, loss_weights=weights)
+        batch = replace(batch, y=y if skips_targets(how.mode) else batch.y, loss_weights=weights)
     return batch
 
 
 def _padding_is_nothing(batch: Batch, how: Forward) -> bool:
     """Whether padding changes no prediction in this mode."""
     if how.mode != "prefix-lm":
-        return how.mode in COVERED_MODES
+        return padding_is_nothing(how.mode)
     first = how.prefix_length if batch.prefix_lengths is None else batch.prefix_lengths
     lengths = batch.lengths
     return lengths is None or (first is not None and bool((first <= lengths).all()))

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entp.config import refresh_of
 from entp.engine.budget import BUSY, default_token_budget
 from entp.engine.protocol import depth
-from entp.engine.refreshed import row_widths
+from entp.engine.refreshed import computed_rows
 from entp.errors import InputError, one_of
 from entp.tasks.base import IGNORE, Batch, Split, Task
 from entp.tasks.metrics import Predicted, Totals
@@ -21,8 +20,8 @@ from entp.training.cover import (
     joinable,
     joined,
     padding_is_nothing,
-    prefix_rows,
     real_tokens,
+    skips_targets,
     without_lengths,
 )
 from entp.training.distributed import World
@@ -82,11 +81,7 @@ def _groups(
 
 def _size(batch: Batch, mode: str) -> np.ndarray:
     """Its sequences, the rows of its prefixes where the mode has such, and its targets."""
-    every, rows = refresh_of(mode), 0
-    if mode == "entp":
-        rows = prefix_rows(batch)
-    elif every is not None:
-        rows = sum(row_widths(batch.target_mask, every))
+    rows = computed_rows(batch.target_mask, mode) if skips_targets(mode) else 0
     return np.array([len(batch.x), rows, len(batch.targets)])
 
 

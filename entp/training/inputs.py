@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor
 from entp.config import refresh_of
 from entp.engine import refreshed
 from entp.engine.budget import step_token_budget
-from entp.engine.layout import pack, positions_of, rows_of, split, trim, whole_sequences
+from entp.engine.layout import pack, positions_of, split, trim, whole_sequences
+from entp.engine.refreshed import computed_rows
 from entp.tasks.base import Batch
+from entp.training.cover import skips_targets
 from entp.training.distributed import World
 from entp.training.forward import Forward
 
@@ -83,11 +86,10 @@ def make_inputs(
     """The arrays on the device, with the predictions in chunks of at most the token budget."""
     targets = arrays["y"] != -100
     chunks, every = [targets], refresh_of(how.mode)
-    if how.mode == "entp":
-        chunks = list(split(targets, token_budget(how, model, sum(rows_of(targets)))))
-    elif every is not None:
-        budget = token_budget(how, model, sum(refreshed.row_widths(targets, every)))
-        chunks = list(refreshed.split(targets, every, budget))
+    if skips_targets(how.mode):
+        budget = token_budget(how, model, computed_rows(targets, how.mode))
+        cut = split if every is None else partial(refreshed.split, every=every)
+        chunks = list(cut(targets, token_budget=budget))
     if "weights" in arrays:
         arrays = {**arrays, "weights": arrays["weights"].to(loss_type(model))}
     there = {name: value.to(device, non_blocking=True) for name, value in arrays.items()}

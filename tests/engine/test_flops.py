@@ -12,7 +12,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from entp import SIZES, ModelConfig
-from entp.engine.flops import decoder_flops, engine_flops, reference_flops, token_flops
+from entp.engine.flops import (
+    decoder_flops,
+    engine_flops,
+    mode_flops,
+    reference_flops,
+    token_flops,
+)
 from entp.engine.generation.caches import DecoderCache, EntpCache
 
 BATCH, TIME = 3, 9
@@ -56,6 +62,14 @@ def test_reference_and_decoder_are_exact(layers: int, kind: str) -> None:
     assert reference_flops(config, target_mask).total == found.total()
     config, found = step(target_mask, "decoder", "auto", layers=layers, heads=4)
     assert decoder_flops(config, target_mask).total == found.total()
+
+
+@pytest.mark.parametrize("kind", ["all", "seed", "some"])
+@pytest.mark.parametrize("every", [2, 4, 20])
+def test_refreshed_rows_are_exact(every: int, kind: str) -> None:
+    target_mask, mode = mask(kind), f"refresh-{every}"
+    config, found = step(target_mask, mode, "auto", layers=2, heads=4)
+    assert mode_flops(config, target_mask, mode).total == found.total()
 
 
 OPTIONS: list[dict[str, Any]] = [

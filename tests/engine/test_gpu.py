@@ -216,6 +216,7 @@ def test_bf16_training_follows_the_references_loss_curve(tmp_path: Path) -> None
         ("entp", "auto"),
         ("decoder", "auto"),
         ("prefix-lm", "auto"),
+        ("refresh-3", "auto"),
         ("decoder", "triton"),
         ("prefix-lm", "triton"),
     ],

@@ -24,13 +24,12 @@ from entp.config import (
     Run,
     model_for,
 )
-from entp.engine import layout
+from entp.engine import layout, refreshed
 from entp.tasks.addition import Addition
 from entp.tasks.base import IGNORE, Batch
 from entp.training import cuda_graph
 from entp.training.cuda_graph import EAGER_STEPS, MOST_GRAPHS, NOBODY, STEPS_AHEAD, Stepper
 from entp.training.distributed import Stop
-from entp.training.inputs import chunk_tables
 from entp.training.loggers import read_metrics
 from entp.training.plan import Plan
 from entp.training.state import State
@@ -99,7 +98,7 @@ def with_other_mask(batch: Batch, first: int) -> Batch:
 # On a CPU
 
 
-@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm"])
+@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm", "refresh-2"])
 def test_step_finds_all_its_tables(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a step is captured no table may be made, however many chunks it has."""
     run = small_run(mode=mode, train={"token_budget": 3})
@@ -107,10 +106,11 @@ def test_step_finds_all_its_tables(mode: str, monkeypatch: pytest.MonkeyPatch) -
     batch = batches(run, 1)[0]
     how = stepper.prepare(batch)
     inputs = stepper._inputs(how, batch)
-    assert len(inputs.chunks) == (48 if mode == "entp" else 1)  # more than are kept in any case
-    inputs.tables.extend(chunk_tables(stepper._layouts(how, inputs), torch.device("cpu")))
+    chunks = {"entp": 48, "refresh-2": 24}.get(mode, 1)  # more than are kept in any case
+    assert len(inputs.chunks) == chunks
+    inputs.tables.extend(stepper._tables(how, inputs))
     made: list[object] = []
-    for shared in (layout._packings, layout._positions):
+    for shared in (layout._packings, layout._positions, refreshed._layouts(2)):
         monkeypatch.setattr(
             shared, "make", lambda *args, make=shared.make: made.append(args) or make(*args)
         )
@@ -119,7 +119,7 @@ def test_step_finds_all_its_tables(mode: str, monkeypatch: pytest.MonkeyPatch) -
     inputs.tables.clear()
     gc.collect()
     stepper._update(how, inputs, NOBODY)
-    assert bool(made) == (mode == "entp")
+    assert bool(made) == (mode == "entp")  # the other has few layouts
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -145,6 +145,8 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "decoder": {"mode": "decoder", "train": FP32},
     "prefix-lm": {"mode": "prefix-lm", "train": FP32},
+    "refresh": {"mode": "refresh-3", "train": FP32},
+    "refresh in chunks": {"mode": "refresh-3", "train": {**FP32, "token_budget": 40}},
     "ema": {"train": FP32, "ema": EmaConfig(3)},
 }
 
@@ -288,7 +290,7 @@ def padded(batch: Batch, seed: int, extras: bool = False) -> Batch:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("extras", [False, True], ids=["tokens", "ids and weights"])
-@pytest.mark.parametrize("mode", ["entp", "decoder"])
+@pytest.mark.parametrize("mode", ["entp", "decoder", "refresh-3"])
 def test_replays_of_padded_batches_follow_plain_steps(mode: str, extras: bool) -> None:
     run = small_run(mode=mode, train=FP32, optim=SCHEDULE)
     data = [padded(batch, seed, extras) for seed, batch in enumerate(batches(run, 20))]
@@ -411,7 +413,7 @@ def test_a_run_from_a_gpu_continues_on_a_cpu_and_back(optimizer: str, tmp_path: 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::entp.EngineWarning")
-@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm"])
+@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm", "refresh-3"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_model_changed_between_steps_is_trained_as_by_the_reference(name: str, mode: str) -> None:
     """Steps by graph, a change of the model, more steps: as plain reference steps."""

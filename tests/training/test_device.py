@@ -92,7 +92,7 @@ def step_on_meta(run: Run, alone: bool = False) -> list[str]:
     return copies.found
 
 
-@pytest.mark.parametrize("mode", ["entp", "decoder"])
+@pytest.mark.parametrize("mode", ["entp", "decoder", "refresh-3"])
 @pytest.mark.parametrize("name", TASKS)
 def test_tasks(name: str, mode: Any) -> None:
     task = TASKS[name]
@@ -108,7 +108,7 @@ def test_tasks_with_each_prefix_in_a_row(name: str) -> None:
     assert not step_on_meta(small_run(task=task, model=model), alone=True)
 
 
-@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm"])
+@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm", "refresh-3"])
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str, mode: Any) -> None:
     run = small_run(mode=mode)

@@ -35,7 +35,7 @@ class EvaluateOptions:
     checkpoint: Checkpoint = "best"
     """The best checkpoint by validation, or the last."""
     mode: Mode | None = None
-    """Mode of attention, such as refresh-8 or decoder for a run of entp. None: the run's."""
+    """entp, decoder, prefix-lm or refresh-N, such as refresh-8. None: the run's."""
     by: tuple[str, ...] = ()
     """Also measure by these slices, such as length; `entp tasks TASK` lists those of a task."""
     generate: bool = False

@@ -32,7 +32,7 @@ class GenerateOptions:
     max_new_tokens: int | None = None
     """Tokens to add. None: up to the task's last target."""
     mode: Mode | None = None
-    """Mode of attention. None: the run's."""
+    """entp, decoder, prefix-lm or refresh-N, such as refresh-8. None: the run's."""
     temperature: float = 0.0
     """0 takes the likeliest token; above 0 samples."""
     top_k: int | None = None

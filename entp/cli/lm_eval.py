@@ -28,7 +28,7 @@ class LmEvalOptions:
     checkpoint: Literal["best", "last"] = "best"
     """The best checkpoint by validation, or the last."""
     mode: Mode | None = None
-    """Mode of attention. None: the run's."""
+    """entp, decoder or refresh-N, such as refresh-8. None: the run's."""
     impl: Impl = "auto"
     """Engine for mode entp."""
     stride: int | None = None

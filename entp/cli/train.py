@@ -62,7 +62,8 @@ class TrainOptions:
     that run."""
 
     mode: Mode = "entp"
-    """How predictions attend."""
+    """How predictions attend: entp, decoder, prefix-lm, or refresh-N, which is entp computed anew
+    every N tokens only."""
     size: Size | None = None
     """One of the paper's sizes. None: small."""
     steps: int = 1000

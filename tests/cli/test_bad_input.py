@@ -36,7 +36,11 @@ COMMANDS = [
     ("report --out page.pdf", "give a name that ends with .md or .html"),
 ]
 TRAINING = [
-    ("--mode enpt", "'enpt' .*: allowed are decoder, entp, prefix-lm. Did you mean entp"),
+    (
+        "--mode enpt",
+        "'enpt': allowed are entp, decoder, prefix-lm, refresh-N .*. Did you mean entp",
+    ),
+    ("--mode refresh-1", r"unknown mode 'refresh-1': allowed are .* refresh-N \(N from 2 on\)\.$"),
     ("--size huge", "'huge' .*: allowed are None, large, medium, small"),
     ("--sise small", "Unrecognized options: --sise"),
     ("--stepz 3", r"Unrecognized options: --stepz=3\. Did you mean --steps\? See"),

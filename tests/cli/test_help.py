@@ -124,7 +124,7 @@ def test_short_help_shows_defaults(
     assert "(default: 0)" in told["--seed"]
     assert "(default: small)" in told["--size"]
     assert "(default: that of --size)" in told["--model.layers"]
-    assert "{entp,decoder,prefix-lm}" in told["--mode"]
+    assert "entp, decoder, prefix-lm, or refresh-N" in told["--mode"]
     assert "(default" not in told["--resume"]
 
 

@@ -62,6 +62,20 @@ def test_evaluate_prints_json(run: str, capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(read(capsys, *words, "--split=valid"))["loss"] != values["loss"]
 
 
+def test_evaluate_in_another_mode(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Between a decoder, which these weights are not, and ENTP, which they are."""
+    words = ("evaluate", run, "--batches=2")
+    found = {}
+    for mode in ("decoder", "refresh-4", "refresh-100", "entp"):
+        told = json.loads(read(capsys, *words, "--mode", mode, "--json"))
+        assert told["mode"] == mode
+        found[mode] = told["loss"]
+    assert found["entp"] == json.loads(read(capsys, *words, "--json"))["loss"]
+    assert found["refresh-100"] == pytest.approx(found["decoder"], rel=1e-5)
+    assert len({round(found[mode], 6) for mode in ("decoder", "refresh-4", "entp")}) == 3
+    assert "mode refresh-4, 16" in read(capsys, *words, "--mode", "refresh-4")
+
+
 def test_evaluate_by_slice_and_of_generated_answers(
     run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

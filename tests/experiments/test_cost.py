@@ -16,7 +16,7 @@ from entp.config import (
     Run,
     model_for,
 )
-from entp.engine.flops import decoder_flops, engine_flops
+from entp.engine.flops import decoder_flops, engine_flops, refresh_flops
 from entp.errors import InputError
 from entp.experiments.cost import CELLS, carrying, flops_by
 from entp.tasks.base import Batch, Split
@@ -35,6 +35,13 @@ def test_flops_are_those_of_every_step(mode: str, formula: object) -> None:
     assert callable(formula)
     one = formula(run.model, mask_of(run)).total
     assert flops_by(run, [0, 3, 10]) == [0, 3 * one, 10 * one]
+
+
+def test_flops_of_refresh_are_those_of_every_step() -> None:
+    run = small_run(mode="refresh-3", curriculum=CurriculumConfig(4, "refresh-5"))
+    three, five = (refresh_flops(run.model, mask_of(run), every).total for every in (3, 5))
+    assert three > five
+    assert flops_by(run, [0, 4, 10]) == [0, 4 * five, 4 * five + 6 * three]
 
 
 def test_large_batches_cost_as_many_small_ones() -> None:

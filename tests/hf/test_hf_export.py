@@ -497,6 +497,7 @@ def test_exported_gpt2_loads_without_our_source(tmp_path: Path) -> None:
     ("changes", "told"),
     [
         ({}, "its mode is entp, and GPT-2 is a decoder"),
+        ({"mode": "refresh-3"}, "its mode is refresh-3, and our class for HuggingFace knows entp"),
         ({"mode": "decoder", "norm": "rms"}, "model.norm is rms"),
         (
             {"mode": "decoder", "kv_heads": 1, "loops": 2},

@@ -132,7 +132,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["entp", "decoder"])
+@pytest.mark.parametrize("mode", ["entp", "decoder", "refresh-3"])
 @pytest.mark.parametrize("extras", EXTRAS.values(), ids=EXTRAS.keys())
 @pytest.mark.parametrize("positions", ["learned", "rotary", "none"])
 def test_covered_batch_has_the_loss_and_gradients_of_the_batch(
@@ -153,7 +153,7 @@ def test_covered_batch_has_the_loss_and_gradients_of_the_batch(
     assert any(g.abs().max() > 1e-3 for g in wanted)
 
 
-@pytest.mark.parametrize("mode", ["entp", "decoder"])
+@pytest.mark.parametrize("mode", ["entp", "decoder", "refresh-3"])
 def test_covered_vectors_have_the_loss_and_gradients_of_the_batch(mode: str) -> None:
     """Numbers to be predicted from vectors, whose padding is not a number."""
     model = random_model(input_dim=3, outputs=1)
@@ -431,7 +431,7 @@ def warm(stepper: Stepper, run: Run) -> None:
 
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("extras", [True, False], ids=["ids and weights", "tokens"])
-@pytest.mark.parametrize("mode", ["entp", "decoder"])
+@pytest.mark.parametrize("mode", ["entp", "decoder", "refresh-3"])
 def test_padded_steps_are_captured_and_follow_plain_ones(mode: str, extras: bool) -> None:
     run = ragged_run(Ragged(extras=extras), mode=mode, steps=20)
     stepper = capturing(run)
@@ -573,7 +573,7 @@ class SometimesEmpty(Spread):
 
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("size", [1, 8])
-@pytest.mark.parametrize("mode", ["entp", "decoder"])
+@pytest.mark.parametrize("mode", ["entp", "decoder", "refresh-3"])
 def test_batches_without_targets_run_as_they_are(mode: str, size: int) -> None:
     """Gradients that are not there are not 0: momentum and decay would go on."""
     run = ragged_run(SometimesEmpty(extras=False), mode=mode, steps=30, batch_size=size)
@@ -615,7 +615,7 @@ def test_prompts_that_come_and_go_have_graphs_of_their_own() -> None:
 
 
 @pytest.mark.usefixtures("graphs")
-@pytest.mark.parametrize("mode", ["entp", "decoder"])
+@pytest.mark.parametrize("mode", ["entp", "decoder", "refresh-3"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_padded_steps_with_random_targets_are_captured(mode: str, count: int) -> None:
     """Their draws are part of the batch; each step has others."""

@@ -100,7 +100,7 @@ def unlike(kind: str) -> list[Batch]:
 @pytest.mark.parametrize(
     "kind", ["equal", "padded", "other widths", "targets in the padding", "mixed"]
 )
-@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm"])
+@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm", "refresh-3"])
 def test_joined_batches_have_the_values_of_single_ones(
     mode: str, kind: str, model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +177,7 @@ def test_batches_are_asked_for_as_they_are_needed(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm"])
+@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm", "refresh-3"])
 @pytest.mark.parametrize("kind", ["equal", "padded", "mixed"])
 def test_values_on_a_gpu_are_those_on_a_cpu(mode: str, kind: str, model: Transformer) -> None:
     how, batches = Forward.of(small_run(mode=mode, train={"precision": "fp32"})), unlike(kind)
@@ -202,7 +202,7 @@ def always_zero(run: Run) -> Transformer:
     return model
 
 
-@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm"])
+@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm", "refresh-3"])
 def test_generated_answers_are_measured(mode: str) -> None:
     """Of random weights, and of weights whose answer is always 0."""
     run = small_run(mode=mode)
@@ -266,7 +266,7 @@ def test_task_without_text_has_nothing_to_generate() -> None:
         evaluate_generated(Transformer(run.model), task, batches, Forward.of(run))
 
 
-@pytest.mark.parametrize("mode", ["entp", "decoder"])
+@pytest.mark.parametrize("mode", ["entp", "decoder", "refresh-3"])
 def test_generated_answers_to_prompts_of_other_lengths(mode: Mode) -> None:
     """A sum whose answer is right under teacher forcing is right when generated, and only then."""
     task = Addition(digits=2, train_examples=8)
@@ -315,7 +315,7 @@ class Silent(Count3):
         return batch
 
 
-@pytest.mark.parametrize("mode", ["entp", "decoder"])
+@pytest.mark.parametrize("mode", ["entp", "decoder", "refresh-3"])
 def test_sequences_without_targets_do_not_count(mode: str, model: Transformer) -> None:
     task, how = Silent(4, 10, 10), Forward.of(small_run(mode=mode))
     batches = list(split_batches(task, "valid", 3, 8, 0))

@@ -85,6 +85,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "entp": {},
     "decoder": {"mode": "decoder"},
     "prefix-lm": {"mode": "prefix-lm"},
+    "refresh": {"mode": "refresh-3", "curriculum": CurriculumConfig(4, "refresh-5")},
     "muon": {"optim": {"name": "muon"}},
     "preconditioned": {"optim": {"name": "muon", "precondition_every": 2}},
 }

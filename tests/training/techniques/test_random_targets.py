@@ -51,7 +51,7 @@ from entp.training.techniques.random_targets import (
 )
 
 CPU = torch.device("cpu")
-MODES: list[Any] = ["entp", "decoder", "prefix-lm"]
+MODES: list[Any] = ["entp", "decoder", "refresh-3", "prefix-lm"]
 graphs = test_captured_steps.graphs
 
 

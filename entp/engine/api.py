@@ -181,12 +181,14 @@ def _refreshed(
     position_ids: Tensor | np.ndarray | Sequence | None,
     token_budget: int | None,
 ) -> Tensor:
-    """Predictions in mode refresh-N, with N = every."""
+    """Predictions in mode refresh-N, with N = every. Rows are shared where `packed` is exact: not
+    in models that mix the tokens of a row elsewhere than in attention."""
     at = as_at(at)
     x, lengths, ids = check_inputs(model, x, lengths, position_ids)
-    hidden, causal = refreshed.refreshed_hidden, functools.partial(causal_hidden, impl=impl)
-    if impl == "reference":
-        hidden, causal = refreshed.reference_hidden, functools.partial(masked_hidden)
+    chosen = resolve(impl, model, x, ids).impl
+    one_by_one = chosen == "reference"
+    hidden = refreshed.reference_hidden if one_by_one else refreshed.refreshed_hidden
+    causal = functools.partial(causal_hidden, impl=chosen)
     compute = functools.partial(hidden, every=every, causal=causal)
     target_mask = as_target_mask(x, at, lengths)
     budget = as_budget(token_budget) or default_token_budget(model, x.device)

@@ -27,7 +27,7 @@ from entp.engine.streams import side_stream
 from entp.engine.support import Support, support_of
 from entp.errors import EngineWarning
 from entp.tasks.base import Batch, Task
-from entp.training.cover import Cover
+from entp.training.cover import Cover, skips_targets
 from entp.training.distributed import Stop, World
 from entp.training.drawn import drawn
 from entp.training.forward import Forward
@@ -276,7 +276,7 @@ class Stepper:
             return False
         if self.model is None or not self.model[0].graphs:
             return False
-        if how.mode != "entp":
+        if not skips_targets(how.mode):
             return True
         if how.mode not in self.chosen:
             with how.autocast(self.device):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from changes import CHANGES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_models import random_inputs, random_model
@@ -125,6 +126,20 @@ def test_models_of_huggingface(family: str, tmp_path: Path) -> None:
     close = 1e-4 if family in ROUNDS else 1e-9
     assert apart(got, want) < close
     assert worst(gradients(model, got), gradients(model, want)) < close
+
+
+@pytest.mark.filterwarnings("ignore::entp.EngineWarning")
+@pytest.mark.parametrize("name", ["module that mixes rows", "lora", "hook that mixes rows"])
+def test_changed_models_are_exact_or_run_one_by_one(name: str) -> None:
+    model = random_model(layers=3)
+    CHANGES[name].apply(model.double())
+    x = random_inputs(model, 2, 7)
+    want = outputs_and_gradients(model, x, "refresh-3", impl="reference")
+    for got, one in zip(outputs_and_gradients(model, x, "refresh-3"), want, strict=True):
+        torch.testing.assert_close(got, one, rtol=1e-9, atol=1e-9)
+    if "mixes" in name:
+        with pytest.raises(InputError, match="is not exact for this model"):
+            entp.predict(model, x, "refresh-3", impl="packed")
 
 
 @settings(max_examples=60, deadline=None)

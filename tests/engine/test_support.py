@@ -312,8 +312,10 @@ def test_check_finds_every_implementation_exact() -> None:
         ("entp", "triton"),
         ("decoder", "triton"),
         ("prefix-lm", "triton"),
+        ("refresh-3", "packed"),
+        ("refresh-3", "triton"),
     }
-    assert len([row for row in report.rows if row.implementation.startswith("generation")]) == 3
+    assert len([row for row in report.rows if row.implementation.startswith("generation")]) == 4
     assert all(row.outputs is not None and row.outputs < 1e-12 for row in report.rows)
     assert "auto takes" in str(report)
 
@@ -324,7 +326,8 @@ def test_check_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "first_layer", lambda *args: 1.001 * right(*args))
     report = entp.check(random_model(layers=3), length=5, batch=2)
     assert not report.exact
-    assert [row.verdict[:5] for row in report.rows if row.implementation == "packed"] == ["WRONG"]
+    found = {row.mode: row.verdict[:5] for row in report.rows if row.implementation == "packed"}
+    assert found == {"entp": "WRONG", "refresh-3": "exact"}
 
 
 @pytest.mark.usefixtures("no_interpreter")

@@ -100,7 +100,7 @@ def test_check_finds_packed_and_caches_exact(kinds: list[str]) -> None:
     model = entp.hf.wrap(modernbert(kinds))
     report = entp.check(model, length=TIME, batch=2)
     compared = [row for row in report.rows if row.implementation not in ("triton", "attention")]
-    assert [row.verdict for row in compared] == ["exact"] * 4
+    assert [row.verdict for row in compared] == ["exact"] * 6
     assert report.attention
     ids = torch.tensor([[0, 2, 2, 5, 1, 9, 17, 3], [1, 0, 3, 3, 8, 2, 12, 10]])
     assert entp.check(model, x=tokens(2, 8), position_ids=ids).exact

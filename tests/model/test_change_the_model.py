@@ -304,7 +304,7 @@ def test_the_model_of_ones_own_is_run_by_packed_and_caches(own: dict[str, Any]) 
     report = run("6").reports[0]
     assert [r.verdict for r in report.rows if r.implementation == "generation, cached"] == [
         "exact"
-    ] * 3
+    ] * 4
     want = entp.predict(model, tokens, "decoder", impl="reference")
     assert float((want - own["every"]).detach().abs().max()) > 1e-3
     assert entp.generate(model, [[3, 1, 4], [1, 5]], 4, cache=False) == entp.generate(

@@ -14,6 +14,7 @@ from entp.experiments.recipes.addition import RECIPE as SAMPLES
 from entp.experiments.recipes.addition import samples_run
 from entp.experiments.recipes.addition_length import RECIPE as LENGTH
 from entp.experiments.recipes.addition_positions import positions_run, tiny_run
+from entp.experiments.recipes.addition_refresh import RECIPE as REFRESH
 from entp.experiments.reproduce import reproduce
 from entp.model import Transformer
 from entp.tasks.addition import Addition
@@ -50,6 +51,16 @@ def test_one_layer_of_entp_is_a_decoder(positions: str) -> None:
         ids = {"position_ids": torch.from_numpy(batch.position_ids)}
     one, other = (model(x, mode, at=at, **ids) for mode in ("entp", "decoder"))
     torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_refreshed_runs_differ_in_the_mode_alone() -> None:
+    """ENTP's and the decoder's are runs of the paper's recipe."""
+    of_paper = {one.hash for one in SAMPLES.runs()}
+    for arm in REFRESH.arms:
+        assert replace(arm.run, mode="entp") == REFRESH.arms[0].run
+    shared = {one.run.mode for one in REFRESH.runs() if one.hash in of_paper}
+    assert shared == {"entp", "decoder"}
+    assert len(REFRESH.runs()) == 7 * 5
 
 
 def test_samples_are_the_papers_hundred_runs_and_two() -> None:

@@ -193,7 +193,7 @@ def finish(part: Part, chosen: Chosen, stopped: int | None) -> Outcome:
     found = part.study.write()  # those beside one that was stopped have saved since
     if chosen.baselines and not stopped:
         found = part.study.add_baselines(found, chosen.only)
-    part.study.draw(found)
+    part.study.draw()
     if part.elsewhere:
         told = f"{part.recipe.name}: under way in other processes: {'; '.join(part.elsewhere)}."
         print(f"{told} Run again for their results.", file=sys.stderr, flush=True)

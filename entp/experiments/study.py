@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from entp.errors import InputError
@@ -130,9 +130,13 @@ class Study:
         """The same for the record alone, while arms are under way."""
         self._write(self.places[-1:])
 
-    def locked(self) -> AbstractContextManager[None]:
-        """Inside, no other process writes."""
-        return lock_folder(self.root if self.record is None else self.record.parent)
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Inside, no other process writes to a folder of these results. All wait in one order."""
+        with ExitStack() as stack:
+            for folder in sorted({path.parent.resolve() for path in self.places}):
+                stack.enter_context(lock_folder(folder))
+            yield
 
     def _write(self, places: Sequence[Path], answered: Sequence[BaselineRecord] = ()) -> Record:
         """Another process may have added to the record since it was read."""
@@ -178,12 +182,14 @@ class Study:
                     start = time.monotonic()
         return self.write(answered) if answered else found
 
-    def draw(self, found: Record) -> None:
-        """The figure beside each file of results."""
+    def draw(self) -> None:
+        """The figure beside each file of results, of what is in it now: another process may have
+        added to it."""
         first, *others = (path.with_suffix(".png") for path in self.places)
-        if draw_record(found, first):
-            for other in others:
-                write_file(other, first.read_bytes())
+        with explain_failed_writes(self.root), self.locked():
+            if draw_record(self._read(self.places[0]), first):
+                for other in others:
+                    write_file(other, first.read_bytes())
 
 
 def _answer(arm: ArmRun, split: Split, name: str) -> TotalsData | None:

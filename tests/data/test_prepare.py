@@ -200,7 +200,7 @@ def test_full_disk_is_told_and_what_is_there_is_kept(tmp_path: Path) -> None:
     assert start(text, tmp_path / "whole").wait(60) == 0
     out = tmp_path / "out"
     process = start(text, out, limit=30_000)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=300)
     assert process.returncode == 1
     assert "out cannot be written: File too large. Make room and run the same command" in error
     assert f"it goes on with what is in {out}." in error
@@ -216,7 +216,7 @@ def test_preparation_that_stopped_at_the_manifest_is_finished(tmp_path: Path) ->
     out = tmp_path / "out"
     assert start(text, out, limit=30_000).wait(60) == 1
     (out / "manifest.json").mkdir()  # in its way
-    _, error = start(text, out).communicate(timeout=60)
+    _, error = start(text, out).communicate(timeout=300)
     assert "manifest.json.tmp cannot be written: Is a directory" in error
     (out / "manifest.json").rmdir()
     assert start(text, out).wait(60) == 0
@@ -228,7 +228,7 @@ def stopped_halfway(folder: Path) -> tuple[Path, Path]:
     text = write_jsonl(folder / "a.jsonl", documents(2000))
     text.write_bytes(text.read_bytes()[:-9])  # its last line is broken
     process = start(text, folder / "out")
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=300)
     assert "a.jsonl, line 2000 is not JSON" in error
     return text, folder / "out"
 
@@ -236,7 +236,7 @@ def stopped_halfway(folder: Path) -> tuple[Path, Path]:
 def test_source_that_changed_is_refused_when_going_on(tmp_path: Path) -> None:
     text, out = stopped_halfway(tmp_path)
     write_jsonl(text, documents(2000))
-    _, error = start(text, out).communicate(timeout=60)
+    _, error = start(text, out).communicate(timeout=300)
     assert "out holds a corpus with other sources" in error
 
 
@@ -246,7 +246,7 @@ def test_damage_is_noticed_when_going_on(name: str, tmp_path: Path) -> None:
     assert (out / "train-00002.bin").is_file()
     data = (out / name).read_bytes()
     (out / name).write_bytes(data[:-2])
-    _, error = start(text, out).communicate(timeout=60)
+    _, error = start(text, out).communicate(timeout=300)
     assert f"{name} is not what was written before: delete the folder" in error
 
 

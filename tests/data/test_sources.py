@@ -76,9 +76,9 @@ def test_boundary_is_the_last_place_to_cut(text: str) -> None:
 
 
 def test_long_runs_of_blanks_are_passed_at_once() -> None:
-    start = time.monotonic()
+    start = time.process_time()
     assert sources._boundary("a" + " " * 2_000_000) == 1
-    assert time.monotonic() - start < 5  # 30 s where each blank was searched for
+    assert time.process_time() - start < 5  # 30 s where each blank was searched for
 
 
 @given(text=st.text("ab1.' \n\té\u3000\x1c", min_size=20, max_size=120))

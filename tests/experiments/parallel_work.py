@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-LIMIT = 60.0
+LIMIT = 300.0
 
 
 def see(path: Path) -> bool:

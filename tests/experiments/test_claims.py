@@ -24,7 +24,7 @@ from entp.experiments.study import RESULTS
 from entp.results.store import read_record
 from entp.training.loggers import read_metrics
 
-LIMIT = 60.0
+LIMIT = 300.0
 
 
 def dead_process() -> int:

@@ -172,7 +172,8 @@ def test_bad_input_is_one_sentence_and_code_2(
     assert main(words.split()) == 2
     said = capsys.readouterr().err
     assert re.search(message, said), said
-    assert [line.startswith("entp: ") for line in said.splitlines()] == [True]
+    lines = [line for line in said.splitlines() if not line.startswith("A step takes ")]
+    assert [line.startswith("entp: ") for line in lines] == [True]  # that is said on a busy CPU
 
 
 def test_config_that_does_not_fit_its_task_is_an_error(

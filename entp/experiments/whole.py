@@ -19,7 +19,6 @@ from typing import Literal, NamedTuple
 
 from entp.errors import DeviceFailed, InputError, TrainingStopped
 from entp.experiments import RECIPES
-from entp.experiments.collect import match_runs
 from entp.experiments.jobs import expected_seconds
 from entp.experiments.recipe import ArmRun, Recipe, find_recipe
 from entp.experiments.reproduce import (
@@ -31,6 +30,7 @@ from entp.experiments.reproduce import (
     finish,
     plan,
 )
+from entp.experiments.study import Study
 from entp.results.schema import Record, RunRecord
 from entp.results.store import read_record
 
@@ -48,7 +48,7 @@ class State(NamedTuple):
 
     name: str
     done: int
-    """Runs that are trained and tested."""
+    """Runs that are trained and tested, those of another recipe's record too."""
     runs: int
     minutes: float
     """About how long the others take on an H200, one after the other; without those that another
@@ -59,11 +59,13 @@ class State(NamedTuple):
 
 
 def state_of(name: str, records: Path) -> State:
-    """How far a recipe is, by its record in a folder."""
+    """How far a recipe is, by its record in a folder, and that of the recipe that it shares runs
+    with."""
     recipe = find_recipe(name)
     arms, path = recipe.runs(), records / f"{name}.json"
     record = read_record(path) if path.exists() else None
-    kept = {} if record is None else match_runs(record, arms, path, quiet=True)
+    folders = Path(recipe.folder or name)
+    kept = Study(recipe.record(), arms, Path(name), folders, path).read_known()
     left = [arm for arm in arms if not _is_done(kept.get(arm.hash))]
     others = find_recipe(recipe.folder).runs() if recipe.folder else []
     elsewhere = {arm.hash for arm in others}

@@ -88,6 +88,9 @@ def test_recipes_run_one_after_the_other(
         assert read_record(tmp_path / "records" / f"{name}.json").recipe == name
     assert len(list((tmp_path / "runs" / "first").glob("*/config.json"))) == 2
     assert not list((tmp_path / "runs" / "second").glob("*/config.json"))  # trained by the first
+    (tmp_path / "records" / "second.json").unlink()
+    left = state_of("second", tmp_path / "records")
+    assert (left.done, left.runs, left.minutes, left.verdict) == (2, 2, 0.0, "-")
 
 
 def test_runs_of_several_recipes_are_one_queue(

@@ -16,10 +16,10 @@ CurriculumMode = str
 Impl = Literal["auto", "reference", "packed", "triton"]
 MODES = ("entp", "decoder", "prefix-lm")
 IMPLS: tuple[str, ...] = get_args(Impl)
-REFRESH = "refresh-N (N from 2 on)"
 RANDOM_PREFIX = "random-prefix"
 LONGEST = 10**6
 """The largest N of a mode refresh-N."""
+REFRESH = f"refresh-N (N from 2 to {LONGEST})"
 
 
 def refresh_of(mode: object) -> int | None:

@@ -40,7 +40,10 @@ TRAINING = [
         "--mode enpt",
         "'enpt': allowed are entp, decoder, prefix-lm, refresh-N .*. Did you mean entp",
     ),
-    ("--mode refresh-1", r"unknown mode 'refresh-1': allowed are .* refresh-N \(N from 2 on\)\.$"),
+    (
+        "--mode refresh-1",
+        r"unknown mode 'refresh-1': allowed are .* refresh-N \(N from 2 to 10+\)\.$",
+    ),
     ("--size huge", "'huge' .*: allowed are None, large, medium, small"),
     ("--sise small", "Unrecognized options: --sise"),
     ("--stepz 3", r"Unrecognized options: --stepz=3\. Did you mean --steps\? See"),

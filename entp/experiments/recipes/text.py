@@ -319,7 +319,8 @@ recorded yet: these are the paper's. A test compares them with its record."""
 TUNED_RECIPE = derived(
     "text-tuned",
     "Language modelling with both modes tuned, 25 million tokens",
-    "Is ENTP a better language model where both modes had as many tries?",
+    "Is ENTP a better language model where both modes had as many tries? Until text-rates is "
+    "recorded these are the paper's optimizer and rate for both, and decide nothing.",
     [
         Arm(
             text_run(

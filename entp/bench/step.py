@@ -25,8 +25,8 @@ from entp.bench.profile import expensive_kernels, kernel_table
 from entp.bench.roofline import describe, roofline
 from entp.bench.shapes import LABELS, VARIANTS, Shape, named_shapes, reached, split_list
 from entp.config import AnyModelConfig, ModelConfig, Run
-from entp.engine.api import choose
 from entp.engine.budget import step_token_budget
+from entp.engine.choice import choose
 from entp.engine.devices import triton_missing
 from entp.engine.flops import Flops, decoder_flops, engine_flops, reference_flops
 from entp.engine.layout import rows_of, split

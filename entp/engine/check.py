@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from entp.config import MODES
-from entp.engine.api import masked_hidden, predict, resolve
+from entp.engine.api import masked_hidden, predict
 from entp.engine.arguments import check_inputs
+from entp.engine.choice import resolve
 from entp.engine.generation.caches import DecoderCache, EntpCache, NoCache
 from entp.engine.generation.generate import make_cache
 from entp.engine.protocol import ModelProtocol, depth

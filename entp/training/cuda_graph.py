@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from entp.config import OptimConfig, refresh_of
-from entp.engine.api import choose
 from entp.engine.budget import default_token_budget
+from entp.engine.choice import choose
 from entp.engine.protocol import causal_stack
 from entp.engine.refreshed import tables
 from entp.engine.streams import side_stream

@@ -10,7 +10,7 @@ import torch
 from random_models import random_model
 
 import entp
-from entp.engine.api import choose
+from entp.engine.choice import choose
 from entp.engine.devices import LARGEST_HEAD
 from entp.errors import InputError
 

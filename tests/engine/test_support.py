@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import entp
 from entp.engine import fingerprint, packed
-from entp.engine.api import choose
 from entp.engine.check import SEES, UNLIKE
+from entp.engine.choice import choose
 from entp.engine.support import support_of
 from entp.errors import EngineWarning, InputError
 

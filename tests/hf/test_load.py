@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import entp
 import entp.hf
-from entp.engine.api import choose
+from entp.engine.choice import choose
 from entp.engine.support import support_of
 from entp.errors import EngineWarning, InputError
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 import entp
 from entp.config import ModelConfig
 from entp.engine import packed
-from entp.engine.api import choose, resolve
 from entp.engine.check import Report
+from entp.engine.choice import choose, resolve
 from entp.engine.support import support_of
 from entp.errors import EngineWarning, InputError
 

@@ -22,7 +22,7 @@ from entp.config import (
     Run,
     model_for,
 )
-from entp.engine.api import Choice
+from entp.engine.choice import Choice
 from entp.model import Transformer
 from entp.tasks.addition import Addition
 from entp.tasks.base import IGNORE, Batch, Split, Task

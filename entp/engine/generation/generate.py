@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from entp.config import check_mode, refresh_of
-from entp.engine.api import choose, resolve
+from entp.engine.choice import choose, resolve
 from entp.engine.cold_start import warm_math
 from entp.engine.generation.caches import (
     Cache,

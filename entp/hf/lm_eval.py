@@ -24,7 +24,7 @@ from entp.hf.scoring import Scorer
 from entp.tasks.tokens import find_tokenizer, model_vocab, tokenizer_of_run
 from entp.tasks.windows import windows
 from entp.training.checkpoint import find, load, load_run
-from entp.training.cover import COVERED_MODES, padding_is_nothing
+from entp.training.cover import padding_is_nothing
 from entp.training.distributed import World, pick_device
 from entp.training.forward import Forward
 
@@ -144,8 +144,8 @@ def _check_mode(mode: str) -> None:
     check_mode(mode)
     if not padding_is_nothing(mode):
         raise InputError(
-            f"mode {mode} needs a prefix, and requests of lm-eval have none: use "
-            f"{' or '.join(COVERED_MODES)}."
+            f"mode {mode} needs a prefix, and requests of lm-eval have none: use entp, decoder or "
+            "refresh-N."
         )
 
 

@@ -16,14 +16,12 @@ from entp.config import refresh_of
 from entp.engine.refreshed import computed_rows
 from entp.tasks.base import IGNORE, Batch
 
-COVERED_MODES = ("entp", "decoder")
-"""Modes in which a token changes nothing at earlier positions, whose padded batches are covered."""
 ARRAYS = tuple(field.name for field in fields(Batch))
 
 
 def padding_is_nothing(mode: str) -> bool:
-    """Whether a token changes nothing at earlier positions in this mode."""
-    return mode in COVERED_MODES or refresh_of(mode) is not None
+    """Whether a token changes nothing at earlier positions in this mode: not prefix-lm."""
+    return mode in ("entp", "decoder") or refresh_of(mode) is not None
 
 
 def skips_targets(mode: str) -> bool:
@@ -33,7 +31,7 @@ def skips_targets(mode: str) -> bool:
 
 def prefix_rows(batch: Batch) -> int:
     """Rows of all prefixes that end in a target: what mode entp computes."""
-    return int(np.arange(1, batch.y.shape[1] + 1) @ batch.target_mask.sum(0))
+    return computed_rows(batch.target_mask, "entp")
 
 
 def widened(batch: Batch, width: int) -> Batch:
@@ -177,12 +175,10 @@ class Cover(Misses):
         for by in range(1, NEIGHBOURS + 1):
             self.mask[by:] |= self.seen[:-by]
             self.mask[:-by] |= self.seen[by:]
-        self.rows = int(np.arange(1, self.width + 1) @ self.mask.sum(0))
+        self.rows = computed_rows(self.mask, "entp")
 
     def cost(self, batch: Batch, mode: str) -> float:
         """How many times the rows of the batch itself its covered form has, in this mode."""
-        if mode == "entp":
-            return self.rows / max(1, prefix_rows(batch))
         own = max(1, computed_rows(batch.target_mask, mode))
         return computed_rows(self.mask, mode) / own
 

@@ -111,11 +111,23 @@ def collect(blank: Record, arms: list[ArmRun], root: Path, kept: Kept) -> Record
     for arm in arms:
         run = better_run(read_folder(arm, root), kept.get(arm.hash))
         if run is not None:
-            found[arm.label].append(run)
+            found[arm.label].append(_with_flops(arm.run, run))
     filled = {
         label: arm.model_copy(update={"runs": found[label]}) for label, arm in blank.arms.items()
     }
     return blank.model_copy(update={"arms": filled})
+
+
+def _with_flops(run: Run, found: RunRecord) -> RunRecord:
+    """A record with the operations of its evaluations: old ones have none."""
+    if all(point.flops is not None for point in found.curve):
+        return found
+    flops = flops_by(run, [point.step for point in found.curve])
+    if flops is None:
+        return found
+    pairs = zip(found.curve, flops, strict=True)
+    curve = [point.model_copy(update={"flops": total}) for point, total in pairs]
+    return found.model_copy(update={"curve": curve})
 
 
 def baseline_streams(arms: Sequence[ArmRun], known: Sequence[BaselineRecord]) -> Streams:

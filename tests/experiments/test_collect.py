@@ -21,11 +21,13 @@ from entp.experiments.collect import (
     _curve,
     _seconds,
     add_metrics,
+    collect,
     find_folder,
     match_runs,
     read_folder,
     read_test,
 )
+from entp.experiments.cost import flops_by
 from entp.experiments.recipe import Arm, ArmRun, find_recipe
 from entp.results.schema import MetricSpec
 from entp.results.store import read_record
@@ -75,6 +77,17 @@ def test_folder_from_before_the_move_is_found_by_its_configuration(tmp_path: Pat
     assert run.sequences == 3200
     times = [point.seconds for point in run.curve]
     assert times == [pytest.approx((2.168 + 2.641) / 2), 8.281, pytest.approx(12.8305), 20.145]
+
+
+def test_records_without_operations_are_given_them(tmp_path: Path) -> None:
+    recipe = small_recipe()
+    arm = recipe.runs()[0]
+    old = run_record()
+    assert [point.flops for point in old.curve] == [None, None]
+    found = collect(recipe.record(), recipe.runs(), tmp_path, {arm.hash: old})
+    (run,) = found.arms[arm.label].runs
+    assert [point.flops for point in run.curve] == flops_by(arm.run, [p.step for p in old.curve])
+    assert [point.values for point in run.curve] == [point.values for point in old.curve]
 
 
 def test_new_folder_is_named_by_label_and_hash(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ def draw_bars(figure: Any, record: Record, spec: Figure) -> None:
                 if metric in arm.paper:
                     axis.plot(arm.paper[metric].value, at, "k|", markersize=14)
         axis.set_yticks(range(len(named)), named, fontsize=7)
-        label = f"{values_label(record, spec, panel.metric)} (|: the paper's)"
+        label = values_label(record, spec, panel.metric)
+        if any(metric in arm.paper for arm in panel.arms.values()):
+            label += " (|: the paper's)"
         axis.set(xlabel=label, title=panel.title)
     axes[0].invert_yaxis()

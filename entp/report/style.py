@@ -75,10 +75,13 @@ def arm_colours(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 def line_styles(keys: Sequence[tuple[Factor, ...]]) -> dict[tuple[Factor, ...], dict[str, Any]]:
     """A style for each line, by the values of its factors: a family of shades for the first, darker
-    for later values of the others, with a marker for each."""
+    for later values of the others, with a marker for each. A colour for each value of one factor
+    that has more than there are families."""
     from matplotlib import colormaps
 
     firsts = [name for name in dict.fromkeys(key[0] for key in keys) if name not in FAMILIES]
+    if len(firsts) > len(OTHER_FAMILIES) and all(len(key) == 1 for key in keys):
+        return _own_colours(keys)
     families: dict[Factor, str] = dict(FAMILIES.items())
     families.update(zip(firsts, cycle(OTHER_FAMILIES), strict=False))
     rests = sorted(dict.fromkeys(key[1:] for key in keys), key=_in_order)
@@ -89,6 +92,15 @@ def line_styles(keys: Sequence[tuple[Factor, ...]]) -> dict[tuple[Factor, ...], 
         colour = colormaps[families[key[0]]](shade)
         styles[key] = {"color": colour, "marker": MARKERS[rank % len(MARKERS)]}
     return styles
+
+
+def _own_colours(keys: Sequence[tuple[Factor, ...]]) -> dict[tuple[Factor, ...], dict[str, Any]]:
+    """A colour for each value of a factor, those of the modes where it is a mode."""
+    free = cycle([colour for colour in COLOURS if colour not in MODES.values()])
+    return {
+        key: {"color": MODES.get(str(key[0])) or next(free), "marker": MARKERS[at % len(MARKERS)]}
+        for at, key in enumerate(keys)
+    }
 
 
 def _in_order(values: tuple[Factor, ...]) -> list[tuple[bool, Any]]:

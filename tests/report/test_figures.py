@@ -243,7 +243,7 @@ def test_several_figures_stand_one_above_the_other(figures: list[Any], tmp_path:
     assert heat.get_yticklabels()[0].get_text() == "ENTP, layers 2"
     exact, loss = below.axes
     assert [bar.get_width() for bar in exact.patches] == pytest.approx([0.2, 0.4, 0.6, 0.8])
-    assert loss.get_xlabel() == "test loss (|: the paper's)"
+    assert loss.get_xlabel() == "test loss"
 
 
 def test_darker_is_later_and_modes_keep_their_colours() -> None:
@@ -254,6 +254,9 @@ def test_darker_is_later_and_modes_keep_their_colours() -> None:
         assert all(sum(later) < sum(colour) for colour, later in pairwise(colours))
     assert len({style["marker"] for style in styles.values()}) == 3
     assert line_styles([("mine",)])[("mine",)]["color"]
+    many = line_styles([(mode,) for mode in ("ENTP", *map(str, range(7)), "decoder")])
+    assert len({str(style["color"]) for style in many.values()}) == 9
+    assert (many[("ENTP",)]["color"], many[("decoder",)]["color"]) == ("C0", "C1")
     assert len({str(style) for style in arm_colours([str(n) for n in range(30)]).values()}) == 30
 
 

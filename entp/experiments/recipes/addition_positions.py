@@ -110,7 +110,14 @@ RECIPE = Recipe(
         bins=("5", "10", "11", "12", "13", "15", "17", "20"),
     ),
     figure=(
-        Figure("slices", x="digits", y="exact_match", lines=("mode", "positions", "layers")),
+        Figure(
+            "slices",
+            x="digits",
+            y="exact_match",
+            lines="mode",
+            panels="positions",
+            where={"layers": LAYERS},
+        ),
         Figure("grid", x="operands", y="exact_match", where={"layers": LAYERS}),
     ),
     reproduced_if=(

@@ -46,6 +46,7 @@ RECIPE = Recipe(
         ],
     ),
     figure=(
+        Figure("bars", y=("exact_match", "loss"), lines="mode"),
         Figure("curves", y=("loss", "exact_match"), lines="mode"),
         Figure("curves", x="flops", y=("loss", "exact_match"), lines="mode"),
     ),

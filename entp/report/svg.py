@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import io
 import re
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
@@ -21,6 +23,8 @@ FONT_SIZE = ("font-size", "10px")
 HREF = "{http://www.w3.org/1999/xlink}href"
 NO_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 """Characters that a label may have and XML may not."""
+STYLE = re.compile(r' style="([\w:;.,()# -]+)"')
+"""A style that may stand in a page's rules as it is."""
 VARIABLE = re.compile(r"var\(--c([0-9a-f]{6}),")
 """A colour that is another one on dark."""
 
@@ -42,6 +46,20 @@ def inline_svg(figure: Any, name: str, title: str) -> str:
 def dark_colours(text: str) -> dict[str, str]:
     """The variables of the figures in a text, each with its colour on dark."""
     return {f"--c{found}": on_dark(f"#{found}") for found in sorted(set(VARIABLE.findall(text)))}
+
+
+def share_styles(figures: Sequence[str]) -> tuple[str, list[str]]:
+    """Rules for the styles that several elements of the figures have, and the figures with classes
+    instead: the same drawing in less text."""
+    counts = Counter(found for text in figures for found in STYLE.findall(text))
+    names = {style: f"s{at}" for at, (style, n) in enumerate(counts.most_common()) if n > 1}
+
+    def shortened(found: re.Match[str]) -> str:
+        name = names.get(found[1])
+        return found[0] if name is None else f' class="{name}"'
+
+    rules = "\n".join(f".{name}{{{style}}}" for style, name in names.items())
+    return rules, [STYLE.sub(shortened, text) for text in figures]
 
 
 def on_dark(colour: str) -> str:
@@ -141,13 +159,39 @@ def _shorten(element: Element) -> None:
     for key in {"d", "x", "y", "width", "height"} & element.attrib.keys():
         element.set(key, _rounded(element.attrib[key], decimals))
     if not re.search("[CQ]", element.attrib.get("d", "C")):
-        element.set("d", element.attrib["d"].replace(" L ", " "))  # lines, unless said otherwise
+        element.set("d", _relative(element.attrib["d"], decimals))
     turned = _rounded(element.attrib.pop("transform", ""), 2)
     if turned and not turned.startswith("rotate(-0 "):
         element.set("transform", turned)
     if element.tag != "text" and not (element.text or "").strip():
         element.text = None
     element.tail = None
+
+
+def _relative(drawn: str, decimals: int) -> str:
+    """Straight lines, of absolute M, L and z, as steps from point to point: half the length."""
+    text = ""
+    x = y = 0.0
+    start, begun = (x, y), False
+    for part in re.findall(r"[ML] [^MLz]+|z", drawn):
+        if part == "z":
+            (x, y), text = start, f"{text}z"
+            continue
+        to = [float(number) for number in part[1:].split()]
+        if part[0] == "M":
+            start, letter, shown = (to[0], to[1]), "M", to
+        else:
+            letter = "l" if text[-1] == "z" or begun else " "
+            shown = [to[0] - x, to[1] - y]
+        begun, (x, y) = part[0] == "M", to
+        text += letter + " ".join(_number(value, decimals) for value in shown)
+    return text.replace(" -", "-")
+
+
+def _number(value: float, decimals: int) -> str:
+    """Without a zero that says nothing."""
+    text = f"{value:.{decimals}f}".rstrip("0").rstrip(".")
+    return re.sub(r"^(-?)0\.", r"\1.", "0" if text in ("-0", "") else text)
 
 
 def _rounded(text: str, decimals: int) -> str:

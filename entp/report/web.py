@@ -25,7 +25,7 @@ from entp.report.cells import TableText
 from entp.report.contents import records_for, that_ran, verdict_text
 from entp.report.figures import record_figure
 from entp.report.summary import summary_figure
-from entp.report.svg import DARK, dark_colours, inline_svg
+from entp.report.svg import DARK, dark_colours, inline_svg, share_styles
 from entp.results.schema import ArmRecord, Record
 from entp.results.store import complete
 from entp.results.summary import status
@@ -81,9 +81,13 @@ def web_page(results: Path, records: dict[Path, Record]) -> str:
     named = zip(names, found.values(), strict=True)
     sections = [_section(at, name, one) for at, (name, one) in enumerate(named, 1)]
     figure = summary_figure(results, list(found.values()))
+    first = inline_svg(figure, "f0", "What was found") if figure is not None else ""
+    rules, drawn = share_styles([first, *(section.figure for section in sections)])
     return _render(
-        sections=sections,
-        summary=inline_svg(figure, "f0", "What was found") if figure is not None else "",
+        sections=[one._replace(figure=svg) for one, svg in zip(sections, drawn[1:], strict=True)],
+        summary=drawn[0],
+        figure_rules=rules,
+        colours=dark_colours(rules + "".join(drawn)),
         notes=contents.notes(list(found.values())),
     )
 
@@ -150,6 +154,5 @@ def _render(**what: Any) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     template = environment.from_string((room / "page.html").read_text(encoding="utf-8"))
-    figures = "".join([what["summary"], *(section.figure for section in what["sections"])])
     style = (room / "page.css").read_text(encoding="utf-8")
-    return template.render(style=style, dark=DARK, colours=dark_colours(figures), **what)
+    return template.render(style=style, dark=DARK, **what)

@@ -25,7 +25,17 @@ from entp.report.arms import (
 )
 from entp.report.page import page
 from entp.report.style import COLOURS
-from entp.report.svg import DARK, KEPT, READABLE, contrast, dark_colours, inline_svg, on_dark
+from entp.report.svg import (
+    DARK,
+    KEPT,
+    READABLE,
+    _relative,
+    contrast,
+    dark_colours,
+    inline_svg,
+    on_dark,
+    share_styles,
+)
 from entp.report.web import unique_names, web_page, write_web_page
 from entp.results.schema import (
     Began,
@@ -276,6 +286,21 @@ def test_figure_has_text_and_colours_for_light_and_dark() -> None:
     assert "<style" not in text
     assert "xmlns" not in text
     assert text == lines_svg("C0", "k", "navy")
+
+
+def test_styles_that_several_elements_have_are_rules_once() -> None:
+    one, other = lines_svg("C0", "navy"), lines_svg("C0", "C1")
+    rules, (first, second) = share_styles([one, other])
+    found = dict(re.findall(r"^\.(\w+)\{(.*)\}$", rules, re.M))
+    assert len(first) + len(second) + len(rules) < len(one) + len(other)
+    for before, after in ((one, first), (other, second)):
+        again = re.sub(r' class="(\w+)"', lambda name: f' style="{found[name[1]]}"', after)
+        assert again == before
+
+
+def test_lines_are_steps_that_lead_to_the_same_points() -> None:
+    assert _relative("M 1 2 L 3 1.5 L 3 1 M 0 0 L 0 -0.5 z", 1) == "M1 2l2-.5 0-.5M0 0l0-.5z"
+    assert _relative("M 1 1 L 2 1 z L 1 3", 1) == "M1 1l1 0zl0 2"
 
 
 def test_every_colour_can_be_read_on_dark_and_light_ones_stay() -> None:

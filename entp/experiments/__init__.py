@@ -15,6 +15,7 @@ RECIPES: dict[str, str] = {
     "addition-rates": "entp.experiments.recipes.addition:RATES_RECIPE",
     "addition-tuned": "entp.experiments.recipes.addition:TUNED_RECIPE",
     "addition-lines": "entp.experiments.recipes.addition:LINES_RECIPE",
+    "addition-lines-rates": "entp.experiments.recipes.addition:LINES_RATES_RECIPE",
     "addition-refresh": "entp.experiments.recipes.addition_refresh:RECIPE",
     "addition-length": "entp.experiments.recipes.addition_length:RECIPE",
     "addition-positions": "entp.experiments.recipes.addition_positions:RECIPE",

@@ -95,6 +95,6 @@ def test_lengths_are_measured_at_three_checkpoints(tmp_path: Path) -> None:
 
 
 def test_names_are_known() -> None:
-    for name in ("samples", "rates", "lines", "length", "positions"):
+    for name in ("samples", "rates", "lines", "lines-rates", "length", "positions"):
         name = f"addition-{name}"
         assert find_recipe(name).name == name

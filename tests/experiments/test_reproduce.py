@@ -116,7 +116,7 @@ def test_finished_runs_are_not_trained_again(tmp_path: Path, trained: list[Path]
 
 
 ALIKE = {"count3-longer", "addition-rates", "addition-tuned", "addition-lines", "icl-rates"}
-ALIKE |= {"text-rates", "text-epochs", "text-block", "tinywinogrande"}
+ALIKE |= {"addition-lines-rates", "text-rates", "text-epochs", "text-block", "tinywinogrande"}
 """Recipes whose tiny runs are of the same kind as another's."""
 FILES = {"clutrr": "clutrr", "winogrande": "winogrande", "winogrande-full": "winogrande"}
 FILES |= {"lambada": "zeroshot_eval"}

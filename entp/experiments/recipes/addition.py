@@ -7,6 +7,7 @@ all 70,000 test sums. `addition-rates` tries the same learning rates for both mo
 `addition-lines` asks the same of a better training: a line at a time, with the loss on the answer
 alone. In windows most of the loss is on the digits of the questions, which are random: with few
 sums they are learned by heart before addition is, and the validation loss stops the run.
+`addition-lines-rates` tries the learning rates there.
 """
 
 from __future__ import annotations
@@ -268,4 +269,18 @@ LINES_RECIPE = replace(
         "match over five seeds is above the decoder's, with p < 0.05 (Welch), at 1,250, 2,500 and "
         "5,000 examples."
     ),
+)
+LINES_RATES_RECIPE = replace(
+    RATES_RECIPE,
+    name="addition-lines-rates",
+    title="Reversed addition with the loss on the answers alone, at four learning rates",
+    question="Which learning rate suits each architecture with the loss on the answers alone?",
+    arms=[
+        Arm(lines_run(mode, examples, lr), RATE_SEEDS, mode=mode, examples=examples, rate=lr)
+        for examples in RATE_SIZES
+        for mode in BOTH
+        for lr in RATES
+    ],
+    tiny_arms={"examples": RATE_SIZES[0], "rate": RATES[0]},
+    folder=LINES_RECIPE.name,
 )

@@ -242,6 +242,8 @@ def test_running_attention(batch: int, heads: int, time: int, size: int, seed: i
 @given(st.integers(1, 2), HEADS, st.integers(1, 10), SIZES, st.booleans(), st.integers(0, 99))
 @example(1, 5, 1, 4, True, 0)
 @example(1, 2, 35, 3, True, 0)
+@example(1, 3, 2, 1, False, 0)
+@example(2, 3, 7, 1, True, 0)
 def test_last_attention(
     batch: int, heads: int, time: int, size: int, normed: bool, seed: int
 ) -> None:

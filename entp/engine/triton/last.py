@@ -169,7 +169,7 @@ class LastAttention(torch.autograd.Function):
         heads: int,
         scale: float,
     ) -> Tensor:
-        count, width = last.shape
+        width = last.shape[1]
         half, folded = w.to(x.dtype), bias
         if gain is not None:
             assert shift is not None
@@ -181,7 +181,7 @@ class LastAttention(torch.autograd.Function):
         context, lse = query_forward(x, absorbed, packing, scale, bias.dtype)
         ctx.save_for_backward(x, last, w, gain, shift, half, q, absorbed, context, lse)
         ctx.packing, ctx.heads, ctx.scale = packing, heads, scale
-        return torch.baddbmm(b_v, context, w_v.mT).transpose(0, 1).reshape(count, width)
+        return _by_row(torch.baddbmm(b_v, context, w_v.mT))
 
     @staticmethod
     @once_differentiable
@@ -194,7 +194,7 @@ class LastAttention(torch.autograd.Function):
         dx, d_absorbed = query_backward(
             x, absorbed, ctx.packing, ctx.scale, lse, context, torch.bmm(g, w_v)
         )
-        dq = torch.bmm(d_absorbed, w_k.mT).transpose(0, 1).reshape(q.shape)
+        dq = _by_row(torch.bmm(d_absorbed, w_k.mT))
         dw_k, dw_v = _outer(_by_head(q, heads), d_absorbed, kind), _outer(g, context, kind)
         dw = torch.cat([weight_gradient(dq, last, kind), dw_k.flatten(0, 1), dw_v.flatten(0, 1)])
         sums = column_sums(dq, kind), column_sums(grad, kind)
@@ -208,6 +208,12 @@ class LastAttention(torch.autograd.Function):
 def _by_head(rows: Tensor, heads: int) -> Tensor:
     """(M, D) as (H, M, d)."""
     return rows.view(len(rows), heads, -1).transpose(0, 1)
+
+
+def _by_row(heads_HMd: Tensor) -> Tensor:
+    """(H, M, d) as (M, D), in order in memory, as kernels read it: where d is 1 a reshape is a
+    transposed view."""
+    return heads_HMd.transpose(0, 1).flatten(1).contiguous()
 
 
 def _outer(a_HMd: Tensor, b_HMD: Tensor, kind: torch.dtype) -> Tensor:

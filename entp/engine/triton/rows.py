@@ -498,7 +498,7 @@ def _column_sums(part, out, P, K, R: tl.constexpr, C: tl.constexpr):
 
 def column_sums(part: Tensor, kind: torch.dtype) -> Tensor:
     """part.sum(0) in `kind`, in a fixed order, fast for far more rows than columns."""
-    out = torch.empty(part.shape[1], dtype=kind, device=part.device)
+    part, out = part.contiguous(), torch.empty(part.shape[1], dtype=kind, device=part.device)
     _column_sums[(triton.cdiv(part.shape[1], 8),)](part, out, *part.shape, 1024, 8, num_warps=8)
     return out
 

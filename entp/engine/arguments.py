@@ -187,7 +187,7 @@ def positions(at: Tensor | Sequence[int] | None, time: int) -> list[int]:
         positions = [operator.index(t) for t in at]
     except TypeError:
         raise _no_positions(at) from None
-    if any(isinstance(t, bool) or getattr(t, "dtype", None) == torch.bool for t in at):
+    if any(isinstance(t, bool | np.bool_) or getattr(t, "dtype", None) == torch.bool for t in at):
         raise _no_positions(at)
     bad = [t for t in positions if not 0 <= t < time]
     if bad:

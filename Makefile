@@ -1,12 +1,13 @@
 # make demo, make quick, make test: each sets up what it needs in .venv and does not install again until the requirements change.
 PYTHON ?= python3
 VENV := .venv
+LOWEST := .venv-lowest
 QUICK := tests/config tests/tasks tests/results tests/training/test_inputs.py tests/training/test_evaluate.py \
 	tests/training/techniques/test_ema.py tests/training/techniques/test_curriculum.py tests/model/test_transformer.py \
 	tests/engine/test_masks.py tests/cli/test_train_options.py tests/test_imports.py tests/test_stats.py
 PIP_INSTALL := $(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test quick lint types pytest gpu-test clean
+.PHONY: demo test quick lint types pytest gpu-test lowest clean
 
 demo: $(VENV)/demo.ready
 	$(VENV)/bin/entp demo
@@ -30,8 +31,15 @@ pytest: $(VENV)/test.ready
 gpu-test:
 	$(PYTHON) -m pytest -m gpu -v --tb=short
 
+# The tests with the oldest versions that pyproject.toml allows.
+lowest:
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check uv
+	VIRTUAL_ENV=$(LOWEST) $(LOWEST)/bin/uv pip install --quiet --resolution lowest-direct -e '.[test]'
+	$(LOWEST)/bin/pytest -n auto --dist worksteal
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(LOWEST)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -43,7 +43,7 @@ def one_forward_per_prefix(model: PretrainedModel, x: Tensor) -> Tensor:
     return torch.stack(ends, dim=1)
 
 
-@pytest.mark.parametrize("path", FOLDERS, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", FOLDERS, ids=lambda path: Path(str(path)).parent.name)
 @pytest.mark.parametrize("lora", [False, True], ids=["", "LoRA"])
 def test_packed_is_one_forward_pass_per_prefix(path: Path, lora: bool) -> None:
     model = entp.hf.load(path.parent).double()

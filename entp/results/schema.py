@@ -212,7 +212,7 @@ class Check:
     best_of: bool = False
     """Only the best of the left arms is compared, with the best of the right."""
     control: bool = False
-    """Whether the others say nothing unless it holds: if it fails, the verdict is undecided."""
+    """Whether the others say nothing unless it holds: until then, the verdict is undecided."""
 
     def __post_init__(self) -> None:
         if bool(self.by) != bool(self.bin):

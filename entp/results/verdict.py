@@ -47,7 +47,7 @@ def judge(record: Record) -> Verdict | None:
     results = [check_record(record, check) for check in record.checks]
     outcomes = {result.outcome for result in results}
     pairs = zip(record.checks, results, strict=True)
-    if any(check.control and result.outcome == "fails" for check, result in pairs):
+    if any(check.control and result.outcome != "holds" for check, result in pairs):
         return Verdict(verdict="undecided", checks=results)
     if "fails" in outcomes:
         return Verdict(verdict="not reproduced", checks=results)

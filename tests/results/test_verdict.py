@@ -219,9 +219,10 @@ def test_check_of_a_slice_names_its_bin(half: dict[str, str]) -> None:
         (10, 0, "undecided"),
         (10, 80, "undecided"),
         (None, 0, "undecided"),
+        (None, 80, "undecided"),
     ],
 )
-def test_failed_control_leaves_the_verdict_open(
+def test_control_that_does_not_hold_leaves_the_verdict_open(
     control: int | None, other: int, verdict: str
 ) -> None:
     first = arm_record(*([] if control is None else [control]), task="Count2")

@@ -22,6 +22,7 @@ from entp.results.schema import (
 )
 from entp.results.summary import (
     at_axis,
+    run_totals,
     until,
     values_of,
     values_within,
@@ -41,13 +42,13 @@ def versus_table(record: Record) -> TableText | None:
     pair has values yet."""
     rows = []
     for label, other in pairs_of(record):
-        paired = _are_paired(record, label, other)
         for metric in map(record.metric, cell_names(record)):
             ours, theirs = (
                 values_of(record, record.arms[one], metric.name) for one in (label, other)
             )
             if ours and theirs:
-                found = compared(ours, theirs, metric, paired and len(ours) == len(theirs))
+                paired = _are_paired(record, label, other, metric.name)
+                found = compared(ours, theirs, metric, paired)
                 rows.append([label, other, title(metric), *found])
     if not rows:
         return None
@@ -135,10 +136,18 @@ def pairs_of(record: Record) -> Iterator[tuple[str, str]]:
     yield from dict.fromkeys(found)
 
 
-def _are_paired(record: Record, label: str, other: str) -> bool:
-    """Whether runs of one seed are compared with each other."""
-    seeds = [[run.seed for run in record.arms[one].runs] for one in (label, other)]
-    return record.table is not None and record.table.paired and seeds[0] == seeds[1]
+def _are_paired(record: Record, label: str, other: str, metric: str) -> bool:
+    """Whether runs of one seed are compared with each other: both have values of the same seeds."""
+    if record.table is None or not record.table.paired:
+        return False
+    return _tested_seeds(record, label, metric) == _tested_seeds(record, other, metric)
+
+
+def _tested_seeds(record: Record, label: str, metric: str) -> list[int]:
+    """The seeds of an arm that have a test value, in the order of their values."""
+    tested = [(run.seed, run_totals(record, run)) for run in record.arms[label].runs]
+    sums = [(seed, totals.all.get(metric)) for seed, totals in tested if totals is not None]
+    return [seed for seed, one in sums if one is not None and one.w]
 
 
 def _versus_pairs(record: Record) -> Iterator[tuple[str, str]]:

@@ -241,6 +241,24 @@ def test_paired_comparison_is_of_runs_of_one_seed() -> None:
     assert found.rows[0][6:] == ["0.1569 to 0.3231", "0.0029"]
 
 
+def test_runs_of_different_seeds_are_no_pair_though_they_are_as_many() -> None:
+    """Tested are seeds 0 and 1 (.10, .50) and 1 and 2 (.48, .90): paired in their order, the
+    differences -.38 and -.40 would have p = .016."""
+    arms = {
+        "a": arm_record(10, 50, None, mode="ENTP"),
+        "b": arm_record(None, 48, 90, mode="decoder"),
+    }
+    found = versus_table(make_record(arms, table=Table(versus="mode", paired=True)))
+    assert found is not None
+    assert found.rows[0][3:] == [
+        "0.3000, 0.2828, 2",
+        "0.6900, 0.2970, 2",
+        "-0.3900",
+        "-1.641 to 0.8606",
+        "0.31",
+    ]
+
+
 def test_comparison_has_a_row_for_every_metric_of_the_cells() -> None:
     record = versus_record(table=Table(cells=("loss", "exact_match"), versus="mode"))
     found = versus_table(record)

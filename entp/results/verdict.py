@@ -108,7 +108,7 @@ def _against_number(record: Record, check: Check, label: str, number: float) -> 
         return Finding("undecided", missing)
     values = _values(record, check, label)
     right = check.times * number
-    p = None if check.p is None else t_test(values, right)
+    p = t_test(values, right) if check.p is not None and _all_finite(values) else None
     return _finding(check, label, values, right, f"{_times(check)}{number:g}", p)
 
 
@@ -133,11 +133,14 @@ def _against_arm(record: Record, check: Check, label: str, other: str) -> Findin
     values, others = (_values(record, check, one) for one in (label, other))
     mean = sum(others) / len(others)
     if check.reach is not None and math.isinf(mean) and math.isinf(sum(values)):
-        return Finding("undecided", f"{_about(check, label)}: never, and neither did {other}")
+        told = "not by every seed, and neither by every one of"
+        if not any(math.isfinite(value) for value in (*values, *others)):
+            told = "never, and neither did"
+        return Finding("undecided", f"{_about(check, label)}: {told} {other}")
     right = [check.times * value for value in others]
     if check.paired and _seeds(record, label) != _seeds(record, other):
         return Finding("undecided", f"{label} and {other} have other seeds: no pairs")
-    p = None if check.p is None else _p(check, values, right)
+    p = _p(check, values, right) if check.p is not None else None
     told = f"{_times(check)}{mean:.4g} of {other}"
     return _finding(check, label, values, check.times * mean, told, p)
 
@@ -147,9 +150,16 @@ def _seeds(record: Record, label: str) -> list[int]:
 
 
 def _p(check: Check, values: list[float], right: list[float]) -> float | None:
+    """None where a seed never reached what the check is about."""
+    if not _all_finite([*values, *right]):
+        return None
     if check.paired:
         return t_test([a - b for a, b in zip(values, right, strict=True)], 0.0)
     return welch_test(values, right)
+
+
+def _all_finite(values: Sequence[float]) -> bool:
+    return all(math.isfinite(value) for value in values)
 
 
 def _times(check: Check) -> str:
@@ -201,4 +211,6 @@ def _finding(
     if check.p is not None and p is not None:
         why += f", p = {p:.2g}"
         true = true and p < check.p
+    elif check.p is not None and true:
+        return Finding("undecided", f"{why}, but a seed never reached it: no p")
     return Finding("holds" if true else "fails", why)

@@ -278,3 +278,25 @@ def test_training_up_to_a_value_that_nobody_reached_is_undecided() -> None:
     assert why == ["a, seconds to exact_match 0.98: never, and neither did b"]
     seconds = check(25.0, "below", reach=0.9, axis="seconds")
     assert outcome(reach_arms(0.2, 0.9), seconds)[0] == "holds"
+
+
+def test_training_that_a_seed_never_reached_has_no_p() -> None:
+    """Where the means already say that it is not so, no p is needed."""
+    reached, half = [(0.1, 0.95), (0.95, 0.96)], [(0.1, 0.2), (0.2, 0.95)]
+
+    def arm(curves: list[tuple[float, ...]], mode: str) -> ArmRecord:
+        return arm_record(runs=[curve_record(n, *one) for n, one in enumerate(curves)], mode=mode)
+
+    decoder: dict[str, Any] = {"mode": "decoder"}
+    arms = {"a": arm(reached, "ENTP"), "b": arm(half, "decoder")}
+    one = check(decoder, "below", reach=0.9, p=0.05)
+    found, (why,) = outcome(arms, one)
+    assert found == "undecided"
+    assert why.endswith("7.5 is below inf of b, but a seed never reached it: no p")
+    other = {"a": arm(half, "ENTP"), "b": arm(reached, "decoder")}
+    assert outcome(other, one)[0] == "fails"
+    assert outcome(other, check(20.0, "below", reach=0.9, p=0.05))[0] == "fails"
+    assert outcome(other, check(20.0, "above", reach=0.9, p=0.05))[0] == "undecided"
+    both = {"a": arm(half, "ENTP"), "b": arm(half, "decoder")}
+    told = "a, steps to exact_match 0.9: not by every seed, and neither by every one of b"
+    assert outcome(both, one) == ("undecided", [told])

@@ -117,7 +117,8 @@ def _best_against_best(record: Record, check: Check, left: list[str], right: lis
     missing = [told for one in (*left, *right) if (told := _missing(record, check, one))]
     if missing:
         return Finding("undecided", "; ".join(missing))
-    choose = max if record.metric(check.metric).better == "higher" else min
+    more = check.reach is None and record.metric(check.metric).better == "higher"
+    choose = max if more else min  # of training up to a value, the least is the best
 
     def mean(label: str) -> float:
         values = _values(record, check, label)

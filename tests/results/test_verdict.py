@@ -300,3 +300,14 @@ def test_training_that_a_seed_never_reached_has_no_p() -> None:
     both = {"a": arm(half, "ENTP"), "b": arm(half, "decoder")}
     told = "a, steps to exact_match 0.9: not by every seed, and neither by every one of b"
     assert outcome(both, one) == ("undecided", [told])
+
+
+def test_best_arm_is_the_one_that_needed_least_training() -> None:
+    arms = {
+        "slow": arm_record(runs=[curve_record(0, 0.1, 0.2, 0.3, 0.9)], mode="ENTP", layers=4),
+        "fast": arm_record(runs=[curve_record(0, 0.1, 0.9)], mode="ENTP", layers=8),
+        "b": arm_record(runs=[curve_record(0, 0.1, 0.2, 0.9)], mode="decoder"),
+    }
+    found, why = outcome(arms, check({"mode": "decoder"}, "below", reach=0.9, best_of=True))
+    assert found == "holds"
+    assert why == ["fast, steps to exact_match 0.9: 10 is below 15 of b"]

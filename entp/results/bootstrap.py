@@ -83,7 +83,7 @@ def _rows(metric: Metric, batches: Sequence[Scored]) -> _Rows:
         if score is not None:
             rows = np.arange(len(batch.x)) if metric.unit == "sequence" else batch.row
             weight = np.asarray(score.weight, dtype=float)
-            kept = weight != 0
+            kept = (weight != 0) | (metric.unit == "byte")  # as Totals has it
             parts.append(
                 _Rows(
                     rows[kept] + before,

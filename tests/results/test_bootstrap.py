@@ -62,6 +62,16 @@ def test_rows_without_weight_do_not_count() -> None:
     assert low < values[:, 0].mean() < high
 
 
+def test_per_byte_the_cost_of_targets_without_bytes_counts() -> None:
+    """The end token's nats are a cost of the text, as in the estimate that stands beside it."""
+    per_byte = Metric("error", unit="byte", better="lower")
+    nats = np.random.default_rng(4).exponential(size=(300, 4))
+    size = np.tile([4.0, 3.0, 5.0, 0.0], (300, 1))
+    low, high = bootstrap([per_byte], [scored(nats, size)]).all["error"]
+    assert low < nats.sum() / size.sum() < high
+    assert low > nats[:, :3].sum() / size.sum()
+
+
 def test_one_sequence_has_no_interval() -> None:
     found = bootstrap([ERROR], [scored(np.ones((1, 4)))])
     assert (found.all, found.slices) == ({}, {"error": {"half": {}}})

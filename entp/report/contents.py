@@ -36,8 +36,9 @@ NOTES = {
     ),
     "Test": (
         "the best checkpoint on test sequences, mean over seeds. Its 95 % interval is Student's\n"
-        "  over seeds. An arm of one seed has only the interval that other test sequences would "
-        'give ("one\n  seed, test sampling only"): other seeds may differ by more.'
+        "  over seeds, but no narrower than other test sequences would make it. An arm of one seed "
+        'has\n  only the interval that other test sequences would give ("one seed, test sampling '
+        'only"): other\n  seeds may differ by more.'
     ),
     "Generated": "answers that the model generates, reading what it wrote itself.",
     "Seconds": (

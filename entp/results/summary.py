@@ -25,6 +25,7 @@ from entp.results.schema import (
     TotalsData,
 )
 from entp.stats import t_interval
+from entp.tasks.base import TASKS, task_class
 from entp.tasks.metrics import Sums, Totals
 
 SOURCES: dict[Source, str] = {
@@ -88,7 +89,8 @@ def estimate(
 ) -> Estimate | None:
     """A metric on test sequences; None where it was not measured."""
     totals = totals_of(record, arm, source)
-    found = _estimate(record.metric(metric), [t.all[metric] for t in totals if metric in t.all])
+    sums = [t.all[metric] for t in totals if metric in t.all]
+    found = _estimate(record.metric(metric), sums, _have_one_test(arm))
     return _resampled(found, arm, source, metric)
 
 
@@ -100,8 +102,9 @@ def sliced(
     for totals in totals_of(record, arm, source):
         for key, sums in totals.slices.get(metric, {}).get(by, {}).items():
             bins.setdefault(key, []).append(sums)
+    spec, same = record.metric(metric), _have_one_test(arm)
     found = {
-        key: _resampled(_estimate(record.metric(metric), sums), arm, source, metric, by, key)
+        key: _resampled(_estimate(spec, sums, same), arm, source, metric, by, key)
         for key, sums in bins.items()
     }
     return {key: one for key, one in found.items() if one is not None}
@@ -126,25 +129,43 @@ def _resampled(
     return found.model_copy(update={"interval": ends, "basis": basis})
 
 
-def _estimate(metric: MetricSpec, seeds: list[Sums]) -> Estimate | None:
-    """The mean of the seeds' values, with an interval over seeds or, of one, over sequences."""
+def _have_one_test(arm: ArmRecord) -> bool:
+    """Whether the seeds of an arm are tested on the same sequences. Of a task of one's own, whose
+    code is not run for this, nobody knows."""
+    names = {run.config["task"]["name"] for run in arm.runs}
+    return all(name in TASKS and task_class(name).one_test for name in names)
+
+
+def _estimate(metric: MetricSpec, seeds: list[Sums], same: bool) -> Estimate | None:
+    """The mean of the seeds' values, with an interval over seeds or, of one, over sequences; same:
+    whether all seeds have the same sequences."""
     values = [metric.shown(sums.mean) for sums in seeds if sums.w]
     if not values:
         return None
     mean = sum(values) / len(values)
-    sampling = _sampling(metric, seeds)
+    sampling = _sampling(metric, seeds, same)
     if len(values) == 1:
         return Estimate(mean=mean, interval=_ends(sampling), basis=ONE_SEED)
     over_seeds = _over_seeds(metric, values, sampling)
     return Estimate(mean=mean, interval=_ends(over_seeds), basis=f"{len(values)} seeds")
 
 
-def _sampling(metric: MetricSpec, seeds: list[Sums]) -> tuple[float, float] | None:
+def _sampling(metric: MetricSpec, seeds: list[Sums], same: bool) -> tuple[float, float] | None:
     """What other test sequences would give, for these very checkpoints."""
-    found = sum(seeds, Sums()).interval(bounds=metric.bounds)
+    total = sum(seeds, Sums())
+    if same:
+        total = _of_one(total, len(seeds))
+    found = total.interval(bounds=metric.bounds)
     if found is None:
         return None
     return bounded(metric, metric.shown(found[0]), metric.shown(found[1]))
+
+
+def _of_one(total: Sums, seeds: int) -> Sums:
+    """The mean seed: several seeds know no more of the same sequences than one."""
+    v, w = total.v / seeds, total.w / seeds
+    squares = [None if x is None else x / seeds for x in (total.vv, total.vw, total.ww)]
+    return Sums(round(total.n / seeds), v, w, *squares)
 
 
 def bounded(metric: MetricSpec, low: float, high: float) -> tuple[float, float]:

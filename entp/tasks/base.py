@@ -134,6 +134,8 @@ class Task:
     """Whether the task reads files, which `with_data` chooses."""
     only_tests: ClassVar[bool] = False
     """Whether there is nothing to train on: runs of other tasks are measured by `--on`."""
+    one_test: ClassVar[bool] = False
+    """Whether runs of all seeds are tested on the same sequences, those of a file."""
     sequence_targets: ClassVar[int | None] = None
     """Targets of a sequence, where a task always has so many and may not have its data."""
     streams: ClassVar[bool] = False

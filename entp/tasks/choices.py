@@ -59,6 +59,7 @@ class ZeroShot(Task):
     """Base of tasks that score continuations: give `read_items`."""
 
     takes_data: ClassVar[bool] = True
+    one_test: ClassVar[bool] = True
     only_tests: ClassVar[bool] = True
 
     tokenizer: str = "bytes"

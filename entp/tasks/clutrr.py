@@ -50,6 +50,7 @@ class Clutrr(Task):
     name: ClassVar[str] = "clutrr"
     about: ClassVar[str] = "say how two people of a story are related; fine-tuned with --init"
     takes_data: ClassVar[bool] = True
+    one_test: ClassVar[bool] = True
     sequence_targets: ClassVar[int | None] = 1
 
     tokenizer: str = "bytes"

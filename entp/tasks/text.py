@@ -64,6 +64,7 @@ class Text(Task):
     name: ClassVar[str] = "text"
     about: ClassVar[str] = "predict the next token of a text, of your own (--data) or prepared"
     takes_data: ClassVar[bool] = True
+    one_test: ClassVar[bool] = True
     streams: ClassVar[bool] = True
 
     corpus: str = ""

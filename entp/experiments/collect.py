@@ -45,7 +45,8 @@ from entp.training.plan import Plan
 from entp.training.stopping import stop_reason
 
 POINTS = 160
-"""Evaluations of a run that a record keeps at most, evenly spread."""
+"""Evaluations of a run that a record keeps at most, evenly spread; besides, those that first
+reached what its recipe asks for."""
 MOST_BINS = 40
 """Bins of a slice that a record keeps of every evaluation on a further split; of slices with more,
 only the best of all evaluations."""
@@ -229,7 +230,7 @@ def folder_record(arm: ArmRun, folder: Path) -> RunRecord | None:
         steps=last["step"],
         sequences=sequences,
         seconds=last["seconds"],
-        curve=_curve(plan, evaluations, steps, arm.test_on is None),
+        curve=_curve(plan, evaluations, steps, arm.test_on is None, arm.reach),
         splits={} if arm.test_on else _splits(run.task, rows),
         best_of_splits={} if arm.test_on else _best_of_splits(run.task, rows),
         config_hash=arm.hash,
@@ -267,11 +268,18 @@ def _best(run: Run, evaluations: Rows) -> dict[str, float]:
     return found
 
 
-def _curve(plan: Plan, evaluations: Rows, steps: Rows, with_values: bool = True) -> list[Point]:
-    """At most POINTS of the evaluations, the last one included; without values where the run is
-    tested on something else."""
+def _curve(
+    plan: Plan,
+    evaluations: Rows,
+    steps: Rows,
+    with_values: bool = True,
+    reach: Sequence[tuple[str, float]] = (),
+) -> list[Point]:
+    """At most POINTS of the evaluations, the last one included, and the first ones that reached
+    these values of metrics; without values where the run is tested on something else."""
     names = [metric.name for metric in plan.run.task.metrics] if with_values else []
-    kept = _thinned(evaluations)
+    some = {id(row) for row in (*_thinned(evaluations), *_first(plan.run, evaluations, reach))}
+    kept = [row for row in evaluations if id(row) in some]
     flops = flops_by(plan.run, [row["step"] for row in kept])
     return [
         Point(
@@ -283,6 +291,15 @@ def _curve(plan: Plan, evaluations: Rows, steps: Rows, with_values: bool = True)
         )
         for number, row in enumerate(kept)
     ]
+
+
+def _first(run: Run, evaluations: Rows, reach: Sequence[tuple[str, float]]) -> Rows:
+    """The first evaluation that reached each of these values, where one did."""
+    known, found = {metric.name: metric for metric in run.task.metrics}, []
+    for name, value in reach:
+        had = (row for row in evaluations if name in row and known[name].reached(row[name], value))
+        found += [row for row in (next(had, None),) if row is not None]
+    return found
 
 
 def _thinned(rows: Rows) -> Rows:

@@ -171,6 +171,8 @@ class ArmRun:
     """The run whose best weights it begins with."""
     source_folder: str = ""
     """The recipe's folder that has the source."""
+    reach: tuple[tuple[str, float], ...] = ()
+    """Metrics and values: the recipe asks when validation first had them."""
 
     @property
     def test_task(self) -> Task:
@@ -295,11 +297,21 @@ class Recipe:
                 f"test-{self.name}" if self.test_on else "test",
                 self._source_of(arm, own),
                 self.source.folder or self.source.name if self.source else "",
+                self._reach,
             )
             for arm in self.arms
             for own in arm.seeds
             if (not only or arm.label in only) and seed in (None, own)
         ]
+
+    @property
+    def _reach(self) -> tuple[tuple[str, float], ...]:
+        """The validation values that its table and its checks ask the training for."""
+        found = [(one.metric, one.reach) for one in self.checks if one.reach is not None]
+        if self.table is not None and self.table.reach:
+            metric = (*self.table.cells, *(one.name for one in self.metrics))[0]
+            found += [(metric, value) for value in self.table.reach]
+        return tuple(dict.fromkeys(found))
 
     def with_data(self, data: str) -> Recipe:
         """The recipe on other data, where its tasks read files."""

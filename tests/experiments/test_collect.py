@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from itertools import pairwise
@@ -29,8 +30,9 @@ from entp.experiments.collect import (
 )
 from entp.experiments.cost import flops_by
 from entp.experiments.recipe import Arm, ArmRun, find_recipe
-from entp.results.schema import MetricSpec
+from entp.results.schema import MetricSpec, Table
 from entp.results.store import read_record
+from entp.results.summary import until
 from entp.training.plan import Plan
 
 BEFORE = Path(__file__).parents[1] / "fixtures" / "before_the_move"
@@ -145,6 +147,25 @@ def test_long_curve_is_thinned_and_keeps_its_last_point(count: int) -> None:
     last = found[-1]
     assert (last.step, last.seconds, last.sequences) == (10 * count, 5.0 * count, 80 * count)
     assert len({b.step - a.step for a, b in pairwise(found)}) <= 1
+
+
+def test_thinned_curve_keeps_the_first_evaluations_that_reached_a_value(tmp_path: Path) -> None:
+    """Steps to .9 would be a few evaluations more, or, of a value that did not last, none."""
+    arm, count = one_run(steps=10_000), 3 * POINTS
+    values = {101: 0.7, 103: 0.95, 104: 0.6}
+    rows = [evaluation(n, values.get(n, 0.1)) for n in range(1, count + 1)]
+    write_run(tmp_path / "a", arm.run, [training(count, 9.0), *rows])
+    goals = [("exact_match", value) for value in (0.5, 0.9, 0.99)]
+    table = Table(reach=[value for _, value in goals[:2]])
+    recipe = small_recipe(arms=[Arm(arm.run, mode="ENTP")], table=table)
+    assert recipe.runs()[0].reach == (*goals[:2],)
+    for reach, steps in ((goals, [101, 103]), ([], [])):
+        found = read_folder(replace(arm, reach=tuple(reach)), tmp_path)
+        assert found is not None
+        assert [p.step for p in found.curve if p.values["exact_match"] > 0.5] == steps
+        assert len(found.curve) == POINTS + len(steps)
+        metric = MetricSpec.of(arm.run.task.metrics[0])
+        assert until(found, metric, 0.9, "steps") == (103 if steps else math.inf)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import numpy as np
 from entp.config import Run
 from entp.errors import InputError, one_of
 from entp.fields import as_int
-from entp.results.schema import SPLIT, MetricSpec, PaperValue, SliceValues
+from entp.results.schema import SPLIT, Check, MetricSpec, PaperValue, SliceValues
 from entp.results.verdict import matches
 from entp.tasks.base import Task
 
@@ -225,3 +225,21 @@ def _check_problems(recipe: Recipe) -> Iterator[str]:
         for side in sides:
             if not any(matches(arm.factors, side) for arm in recipe.arms):
                 yield f"the check {check.says!r} is about {side}: no arm has these factors"
+        yield from _without_partner(recipe, check)
+
+
+def _without_partner(recipe: Recipe, check: Check) -> Iterator[str]:
+    """Arms that a check is about and would pass over: no other agrees with them in `same`."""
+    if not isinstance(check.right, Mapping) or not check.same or check.best_of:
+        return
+    rights = [arm for arm in recipe.arms if matches(arm.factors, check.right)]
+    for arm in recipe.arms if rights else []:
+        if matches(arm.factors, check.left) and not any(
+            other is not arm
+            and all(arm.factors.get(name) == other.factors.get(name) for name in check.same)
+            for other in rights
+        ):
+            yield (
+                f"the check {check.says!r} has nothing to compare {arm.label!r} with: no arm of "
+                f"{check.right} has its {', '.join(check.same)}"
+            )

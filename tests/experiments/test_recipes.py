@@ -155,6 +155,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"checks": [Check("it", {"mode": "RNN"}, "loss", "above", 1.0)]},
         "the check 'it' is about .*no arm has these factors",
     ),
+    "arm of a check without another": (
+        {
+            "arms": [Arm(RUN, mode="ENTP", n=1), Arm(OTHER, mode="decoder", n=2)],
+            "checks": [
+                Check("it", {"mode": "ENTP"}, "loss", "below", {"mode": "decoder"}, same="n")
+            ],
+        },
+        "the check 'it' has nothing to compare 'ENTP, n 1' with: no arm of .*decoder.* has its n",
+    ),
     "metric of a check": (
         {"checks": [Check("it", {}, "bleu", "above", 1.0)]},
         "unknown metric in a check 'bleu'",

@@ -80,10 +80,14 @@ class Arm:
         *,
         authors: Sequence[SliceValues] = (),
         begins: str = "",
-        **factors: Factor,
+        factors: Mapping[str, Factor] | None = None,
+        **more: Factor,
     ) -> None:
-        values = {"run": run, "seeds": tuple(seeds), "paper": dict(paper or {}), "factors": factors}
+        """Factors by name, or those of another arm as `factors`: so `replace(arm, seeds=...)`
+        makes an arm too."""
+        values = {"run": run, "seeds": tuple(seeds), "paper": dict(paper or {})}
         values |= {"authors": tuple(authors), "begins": begins}
+        values["factors"] = {**(factors or {}), **more}
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -98,14 +102,7 @@ class Arm:
         """The arm with a task that reads other files, and a model that fits it."""
         task = self.run.task.with_data(data)
         run = replace(self.run, task=task, model=refit(self.run.model, task.model_needs()))
-        return Arm(
-            run,
-            self.seeds,
-            self.paper,
-            authors=self.authors,
-            begins=self.begins,
-            **self.factors,
-        )
+        return replace(self, run=run)
 
     def with_init(self, folder: Path) -> Arm:
         """The arm with the model, and if it begins with weights the weights, of a folder in
@@ -118,26 +115,11 @@ class Arm:
         task = self.run.task.for_model(folder)
         init = read_pretrained(folder, task, **like(model))
         name = init.name if self.run.init else ""
-        run = replace(self.run, task=task, model=init.model, init=name)
-        return Arm(
-            run,
-            self.seeds,
-            self.paper,
-            authors=self.authors,
-            begins=self.begins,
-            **self.factors,
-        )
+        return replace(self, run=replace(self.run, task=task, model=init.model, init=name))
 
     def as_tiny(self, tiny_run: Callable[[Run], Run]) -> Arm:
         """The arm with a tiny run, whose bins are not those of the authors' values."""
-        return Arm(
-            tiny_run(self.run),
-            self.seeds[:TINY_SEEDS],
-            self.paper,
-            authors=(),
-            begins=self.begins,
-            **self.factors,
-        )
+        return replace(self, run=tiny_run(self.run), seeds=self.seeds[:TINY_SEEDS], authors=())
 
 
 MODEL = ("mode", "size")
@@ -377,7 +359,10 @@ class Recipe:
             source=self.source.tiny() if self.source else None,
             command=f"{self.command or f'entp reproduce {self.name}'} --tiny",
         )
-        check_recipe(found)
+        try:
+            check_recipe(found)
+        except InputError as error:
+            raise InputError(f"after tiny_run and tiny_arms of {self.name}: {error}") from None
         return found
 
 

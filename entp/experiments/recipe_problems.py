@@ -16,7 +16,7 @@ from entp.results.verdict import matches
 from entp.tasks.base import Task
 
 if TYPE_CHECKING:
-    from entp.experiments.recipe import Arm, Recipe
+    from entp.experiments.recipe import Arm, ArmRun, Recipe
 
 
 def problems_of(recipe: Recipe) -> Iterator[list[str]]:
@@ -154,11 +154,13 @@ def _twins(recipe: Recipe) -> Iterator[str]:
     labels = [arm.label for arm in recipe.arms]
     for label in sorted({label for label in labels if labels.count(label) > 1}):
         yield f"two arms have the factors of {label!r}: give them different ones"
-    seen: dict[str, str] = {}
+    seen: dict[str, ArmRun] = {}
+    told: set[tuple[str, str]] = set()
     for one in recipe.runs():
-        other = seen.setdefault(one.hash, one.name)
-        if other != one.name:
-            yield f"{one.name} and {other} are the same run: leave one of them out"
+        other = seen.setdefault(one.hash, one)
+        if other is not one and (pair := (one.label, other.label)) not in told:
+            told.add(pair)  # further seeds of both are no news
+            yield f"{one.name} and {other.name} are the same run: leave one of them out"
 
 
 def _metric_problems(recipe: Recipe) -> Iterator[str]:

@@ -217,8 +217,27 @@ def test_tiny_runs_that_are_one_are_noticed() -> None:
     def same(_run: Any) -> Any:
         return RUN
 
-    with pytest.raises(InputError, match="are the same run"):
+    with pytest.raises(InputError, match=r"after tiny_run and .* are the same run") as told:
         small_recipe(tiny_run=same).tiny()
+    assert str(told.value).count("leave one of them out") == 1
+
+
+def test_same_runs_are_named_once_and_not_for_every_seed() -> None:
+    twins = [Arm(RUN, range(9), mode="x"), Arm(RUN, range(9), mode="y")]
+    with pytest.raises(InputError) as told:
+        check_recipe(small_recipe(arms=twins))
+    assert str(told.value) == ("y, seed 0 and x, seed 0 are the same run: leave one of them out.")
+
+
+def test_arm_of_another_arm() -> None:
+    """With more seeds, another run or another factor, as a recipe that attacks another needs it."""
+    first = find_recipe("addition-samples").arms[0]
+    more = replace(first, seeds=range(7))
+    assert (more.seeds, more.label, more.paper) == (tuple(range(7)), first.label, first.paper)
+    assert replace(first) == first
+    faster = replace(first, run=RUN, factors={**first.factors, "lr": 1e-3})
+    assert (faster.run, faster.label) == (RUN, f"{first.label}, lr 0.001")
+    assert Arm(RUN, factors=first.factors, lr=1e-3).factors == faster.factors
 
 
 def test_figure_by_a_factor_or_a_slice_is_valid() -> None:

@@ -63,6 +63,11 @@ class Batch:
         for name in ("x", "y", "lengths", "position_ids", "loss_weights", "prefix_lengths"):
             value = getattr(self, name)
             if value is not None:
+                if not isinstance(value, np.ndarray):
+                    raise InputError(
+                        f"a batch has {name} of type {type(value).__name__}: give numpy arrays, of "
+                        "a torch tensor its .numpy()."
+                    )
                 floats = np.issubdtype(value.dtype, np.floating) or name == "loss_weights"
                 if floats and name in ("lengths", "position_ids", "prefix_lengths"):
                     raise InputError(

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,6 +52,13 @@ def test_whole_weights_become_float32() -> None:
     batch = Batch(np.ones((1, 2)), np.ones((1, 2)), loss_weights=np.array([[1, 2]]))
     assert batch.loss_weights is not None
     assert batch.loss_weights.dtype == np.float32
+
+
+@pytest.mark.parametrize("value", [torch.ones(2, 3), [[1, 1, 1], [1, 1, 1]]])
+def test_what_is_no_array_is_named(value: Any) -> None:
+    ones = np.ones((2, 3))
+    with pytest.raises(InputError, match=r"has y of type (Tensor|list): give numpy arrays"):
+        Batch(ones, value)
 
 
 def test_arrays_lie_in_memory_as_torch_reads_it() -> None:

@@ -111,6 +111,8 @@ class Run:
     def _model_problems(self) -> list[str]:
         """Where the model does not fit the task."""
         problems, needs = [], self.task.model_needs()
+        if "context_length" not in needs:
+            return [f"model_needs of {self.task.name} has no context_length: give it one"]
         if self.model.has_limit and self.model.context_length < needs["context_length"]:
             problems.append(
                 f"model.context_length {self.model.context_length} is shorter than the sequences "

@@ -333,6 +333,15 @@ def test_model_for_refuses_needs_under_an_old_name() -> None:
         model_for(Old())
 
 
+def test_task_without_a_length_is_refused() -> None:
+    class Endless(Count3):
+        def model_needs(self) -> dict[str, Any]:
+            return {"vocab": 64}
+
+    with pytest.raises(InputError, match="model_needs of count3 has no context_length"):
+        Run(Endless(), model_for(Endless()))
+
+
 def test_model_for_refuses_needs_that_it_does_not_know() -> None:
     class Misspelt(Task):
         name = "misspelt"

@@ -164,6 +164,35 @@ def untouched_batches(task: Task, sequences: int, batch_size: int, seed: int) ->
     return split_batches(task, "test", count, batch_size, (TEST_SEED + seed) % 2**32)
 
 
+def first_batch(task: Task, seed: int, size: int) -> Batch:
+    """The batch of the first step; InputError if it is none, or another one when drawn again, or
+    has targets at padding."""
+    batch, again = (task.batch(seed, "train", 0, size) for _ in range(2))
+    if not isinstance(batch, Batch):
+        raise InputError(
+            f"batch of {task.name} returned a {type(batch).__name__}: it must be an "
+            "entp.tasks.Batch."
+        )
+    for name in ("x", "y", "lengths", "position_ids", "loss_weights", "prefix_lengths"):
+        if _bytes(getattr(batch, name)) != _bytes(getattr(again, name)):
+            raise InputError(
+                f"batch of {task.name} gave other values of {name} when it was asked for the "
+                "same step again: take random numbers from self.rng(seed, split, step) alone, and "
+                "keep no state."
+            )
+    if (batch.target_mask & ~real_tokens(batch)).any():
+        raise InputError(
+            f"{task.name} has targets at padding: let y be {IGNORE} from lengths on in every "
+            "sequence."
+        )
+    return batch
+
+
+def _bytes(array: np.ndarray | None) -> bytes | None:
+    """NaN is itself here."""
+    return None if array is None else array.tobytes()
+
+
 def check_targets(task: Task, batch: Batch, outputs: int) -> None:
     """InputError for targets that the model has no output for: a GPU would say so less clearly."""
     if task.loss != "cross_entropy":

@@ -35,7 +35,13 @@ from entp.training import checkpoint
 from entp.training.compiling import compile_layers, explained
 from entp.training.cuda_graph import Stepper
 from entp.training.distributed import Stop, World, join
-from entp.training.evaluate import check_targets, check_tokens, evaluate, split_batches
+from entp.training.evaluate import (
+    check_targets,
+    check_tokens,
+    evaluate,
+    first_batch,
+    split_batches,
+)
 from entp.training.forward import Forward
 from entp.training.frozen import Frozen
 from entp.training.initialise import Init, check_beginning, load_init, with_init
@@ -159,7 +165,7 @@ def _check(run: Run, world: World) -> None:
             "model.position_embedding given is for tables set by hand, and training has none: use "
             "learned or none."
         )
-    one = run.task.batch(run.seed, "train", 0, run.batch_size)
+    one = first_batch(run.task, run.seed, run.batch_size)
     check_tokens(run.task, one, run.model.vocab)
     check_targets(run.task, one, run.model.outputs or run.model.vocab or 0)
     for technique in plan.techniques:

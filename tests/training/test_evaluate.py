@@ -27,6 +27,7 @@ from entp.training.evaluate import (
     evaluate,
     evaluate_baseline,
     evaluate_generated,
+    first_batch,
     split_batches,
     untouched_batches,
 )
@@ -394,3 +395,30 @@ def test_targets_beyond_the_outputs_are_named() -> None:
     with pytest.raises(InputError, match="has the target"):
         check_targets(TASK, Batch(batch.x, batch.y + 0.5), 10)
     check_targets(Numbers(), Numbers().batch(0, "train", 0, 8), 1)
+
+
+def faulty(make: Any) -> Any:
+    """Count3 whose batches are what `make` makes of them."""
+
+    class Faulty(Count3):
+        def batch(self, *args: Any) -> Any:
+            return make(super().batch(*args))
+
+    return Faulty(prompt_length=5, length=8, num_values=8)
+
+
+def test_batch_of_the_first_step_is_checked() -> None:
+    drawn, rng = faulty(lambda batch: batch), np.random.default_rng(0)
+    assert np.array_equal(first_batch(drawn, 3, 4).x, drawn.batch(3, "train", 0, 4).x)
+    with pytest.raises(InputError, match=r"returned a tuple: it must be an entp\.tasks\.Batch"):
+        first_batch(faulty(lambda batch: (batch.x, batch.y)), 0, 4)
+    stateful = faulty(lambda batch: replace(batch, x=rng.integers(0, 8, batch.x.shape)))
+    with pytest.raises(InputError, match="gave other values of x when it was asked for the same"):
+        first_batch(stateful, 0, 4)
+    short = np.array([7, 6, 7, 7])
+    with pytest.raises(InputError, match="targets at padding: let y be -100"):
+        first_batch(faulty(lambda batch: replace(batch, lengths=short)), 0, 4)
+
+
+def test_inputs_that_are_not_numbers_are_themselves() -> None:
+    first_batch(faulty(lambda b: Batch(np.full((*b.x.shape, 2), np.nan), b.y)), 0, 4)

@@ -361,12 +361,10 @@ def compare_once(
     """
     support = support_of(model)
     kind = next((p.dtype for p in model.parameters()), torch.float32)  # type: ignore[attr-defined]
-    batch, time = FEW
-    # What a single token shows says little about several.
-    key = (kind, min(x.shape[1], time), torch.is_grad_enabled())
+    time = _time(model, x, position_ids)
+    key = (kind, time, torch.is_grad_enabled())
     if key not in support.compared:
-        few = x[:batch, :time].detach()
-        ids = None if position_ids is None else position_ids[:batch, :time]
+        few, ids = _few(model, x.detach(), position_ids, time)
         tolerance = TOLERANCE.get(kind, 1e-4)
         with not_compiled(model):
             wrong = _difference(model, few, ids, run, reference, tolerance)
@@ -374,6 +372,34 @@ def compare_once(
                 wrong = None  # large numbers that cancel: it was rounding
         support.compared[key] = wrong
     return support.compared[key]
+
+
+def _time(model: Any, x: Tensor, position_ids: Tensor | None) -> int:
+    """How many tokens are compared: two at least, where the model has room for them. What a single
+    token shows says little about several."""
+    limit = getattr(model, "context_length", None)
+    room = 2 if position_ids is not None or limit is None else min(2, limit)
+    return max(room, min(x.shape[1], FEW[1]))
+
+
+def _few(
+    model: Any, x: Tensor, position_ids: Tensor | None, time: int
+) -> tuple[Tensor, Tensor | None]:
+    """The first `time` tokens of x and their position ids; a single token comes twice.
+
+    Tokens that are all the same show nothing of a module that mixes rows: others take their place.
+    """
+    at = torch.arange(time, device=x.device) % x.shape[1]
+    few = x[: FEW[0], at]
+    ids = None if position_ids is None else position_ids[: FEW[0], at]
+    if bool((few == few[:, :1]).all()):
+        number = torch.arange(few.numel(), device=x.device).view_as(few)
+        vocab = getattr(model, "vocab", None)
+        if x.is_floating_point():
+            few = torch.cos(number).to(x)
+        elif vocab is not None:
+            few = number % vocab
+    return few, ids
 
 
 def not_compiled(model: Any) -> AbstractContextManager[object]:

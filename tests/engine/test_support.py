@@ -119,6 +119,39 @@ def test_generation_of_a_changed_model_is_that_without_a_cache(change: Change, m
     assert got == entp.generate(model, prompts, 8, mode, cache=False)
 
 
+MIXING = {"hook that mixes rows": {}, "module that mixes rows": {"position_embedding": "rotary"}}
+
+
+@pytest.mark.parametrize("mode", ["entp", "decoder", "prefix-lm", "refresh-2"])
+@pytest.mark.parametrize("name", MIXING)
+def test_a_prompt_of_one_token_tells_a_module_that_mixes_rows(name: str, mode: str) -> None:
+    model = random_model(layers=3, **MIXING[name]).to(DEVICE)
+    CHANGES[name].apply(model)
+    with pytest.warns(EngineWarning, match="packed is off by"):
+        got = entp.generate(model, [[3]], 12, mode)
+    assert got == entp.generate(model, [[3]], 12, mode, cache=False)
+
+
+@pytest.mark.parametrize("inputs", [{}, {"input_dim": 3}])
+@pytest.mark.parametrize("name", MIXING)
+def test_inputs_that_are_all_the_same_tell_a_module_that_mixes_rows(
+    name: str, inputs: dict[str, Any]
+) -> None:
+    model = random_model(layers=3, position_embedding="rotary", **inputs).to(DEVICE)
+    CHANGES[name].apply(model)
+    x = random_inputs(model, 2, 6).to(DEVICE)
+    with pytest.warns(EngineWarning, match="packed is off by"):
+        model(torch.zeros_like(x))
+    got = outputs_and_gradients(model, x, "entp", "auto")
+    assert worst(got, outputs_and_gradients(model, x, "entp", "reference")) < 1e-9
+
+
+def test_a_model_of_one_position_is_compared_on_one_token() -> None:
+    model = random_model(layers=2, context_length=1).to(DEVICE)
+    CHANGES["lora"].apply(model)
+    assert model(random_inputs(model, 2, 1).to(DEVICE), impl="packed").shape == (2, 1, 11)
+
+
 def test_each_change_changes_what_is_computed() -> None:
     """Otherwise the tests above could not fail."""
     same = {

@@ -152,6 +152,29 @@ def test_a_model_of_one_position_is_compared_on_one_token() -> None:
     assert model(random_inputs(model, 2, 1).to(DEVICE), impl="packed").shape == (2, 1, 11)
 
 
+class ForgetsIds(nn.Module):
+    """A model around another, whose forward pass reads no position ids; embed and project do."""
+
+    def __init__(self, inner: entp.Transformer) -> None:
+        super().__init__()
+        self.inner, self.width, self.vocab = inner, inner.width, inner.vocab
+        self.embed, self.stack, self.readout = inner.embed, inner.stack, inner.readout
+
+    def encode(self, x: Tensor, position_ids: Tensor | None = None, **options: Any) -> Tensor:
+        return self.inner.encode(x, None, **options)
+
+
+@pytest.mark.parametrize("position", ["learned", "rotary"])
+def test_position_ids_are_compared_although_a_call_without_them_was(position: Any) -> None:
+    inner = random_model(layers=3, position_embedding=position).to(DEVICE)
+    model, x = ForgetsIds(inner), random_inputs(inner, 2, 6).to(DEVICE)
+    ids = torch.tensor([3, 1, 4, 1, 5, 9], device=DEVICE)
+    entp.all_prefixes(model, x)
+    with pytest.warns(EngineWarning, match="packed is off by"):
+        got = entp.all_prefixes(model, x, position_ids=ids)
+    assert worst([got], [entp.all_prefixes(model, x, position_ids=ids, impl="reference")]) < 1e-9
+
+
 def test_each_change_changes_what_is_computed() -> None:
     """Otherwise the tests above could not fail."""
     same = {

@@ -240,7 +240,7 @@ def test_the_norms() -> None:
     assert support_of(own).kernels == "blocks.0.norm_1 is a ScaleNorm"
     x = torch.randint(16, (3, 9))
     assert resolve("auto", own, x, None).impl == "packed"
-    assert (torch.float32, 5, True) in support_of(own).compared
+    assert (torch.float32, 5, True, True) in support_of(own).compared
 
 
 def test_position_ids() -> None:

@@ -115,6 +115,11 @@ def _why_not_rows(model: Any) -> str | None:
                 f"{name} is active dropout, and each implementation would draw its own numbers: "
                 "call model.eval()"
             )
+        if getattr(module, "scale_grad_by_freq", False):
+            return (
+                f"{name} divides its gradient by how often a token is looked up "
+                "(scale_grad_by_freq), which each implementation does another number of times"
+            )
     return None
 
 

@@ -233,4 +233,7 @@ CHANGES: dict[str, Change] = {
     "embedding with a largest norm": Change(
         lambda model: setattr(model.tokens, "max_norm", 1.0), True, False
     ),
+    "gradient divided by frequency": Change(
+        lambda model: setattr(model.tokens, "scale_grad_by_freq", True), False, False
+    ),
 }

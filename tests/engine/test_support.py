@@ -182,6 +182,7 @@ def test_each_change_changes_what_is_computed() -> None:
         "frozen weights",
         "compiled block",
         "embedding with a largest norm",
+        "gradient divided by frequency",
     }
     for name, change in CHANGES.items():
         model = random_model(layers=3)

@@ -141,6 +141,14 @@ def _changed(thing: Any, name: str, skip: tuple[str, ...] = ()) -> str | None:
     return None
 
 
+def _own_function(thing: Any, name: str) -> str | None:
+    """A function that stands where a module of a registered class was, such as its activation."""
+    for attribute, value in thing.__dict__.items():
+        if not attribute.startswith("_") and callable(value):
+            return f"{name} has a function as its {attribute}"
+    return None
+
+
 def _hooked(module: nn.Module) -> bool:
     return any(module.__dict__[name] for name in HOOKS)
 
@@ -154,7 +162,7 @@ def _unknown_module(model: Any) -> str | None:
     for name, block in zip(names, [model, *blocks], strict=True):
         if type(block) not in registered:
             return f"{name} is a {type(block).__name__}"
-        found = _changed(block, name)
+        found = _changed(block, name) or _own_function(block, name)
         if found:
             return found
     known = {id(block) for block in [model, *blocks]}
@@ -182,7 +190,7 @@ def _depends_on_python(model: Any) -> str | None:
             return f"{name} is a {kind.__name__}"
         if isinstance(part, nn.Module) and _hooked(part):
             return f"{name} has a hook"
-        if kind in registered and (found := _changed(part, name)):
+        if kind in registered and (found := _changed(part, name) or _own_function(part, name)):
             return found
         if "forward" in part.__dict__:
             return f"{name} has a forward of its own"

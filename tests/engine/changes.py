@@ -162,6 +162,16 @@ def own_forward(model: Transformer) -> None:
     )
 
 
+def function_for_activation(function: Callable[[Tensor], Tensor]) -> Callable[[Transformer], None]:
+    """A plain function where a module was: it is none of the model's modules."""
+
+    def change(block: Any) -> None:
+        del block.activation
+        block.activation = function
+
+    return each_block(change)
+
+
 def other_weights(model: Transformer) -> None:
     for block in model.blocks:
         block.qkv.weight = nn.Parameter(block.qkv.weight.detach().flip(0).clone())  # type: ignore[union-attr]
@@ -235,5 +245,9 @@ CHANGES: dict[str, Change] = {
     ),
     "gradient divided by frequency": Change(
         lambda model: setattr(model.tokens, "scale_grad_by_freq", True), False, False
+    ),
+    "activation is a function": Change(function_for_activation(torch.tanh), True, False),
+    "function that mixes rows": Change(
+        function_for_activation(lambda x: x + torch.roll(x, 1, -2)), False, False
     ),
 }

@@ -8,6 +8,7 @@ from itertools import chain
 from types import FunctionType
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.dropout import _DropoutNd
@@ -17,6 +18,10 @@ CHILDREN = ("_parameters", "_buffers", "_modules")
 
 registered: dict[type, dict[str, FunctionType]] = {}
 """Classes of models and blocks, with methods that agree with each other."""
+calls: dict[FunctionType, dict[str, object]] = {}
+"""The functions that each of these methods calls by name, such as the attention of its module."""
+ATTENTION = F.scaled_dot_product_attention
+"""Torch's own."""
 readable: set[type] = set()
 """Those of them whose weights the kernels can read."""
 _LAYERS = (
@@ -42,8 +47,22 @@ def register(kind: type, *methods: str, kernels: bool = False) -> None:
         weights.
     """
     registered[kind] = {name: getattr(kind, name) for name in methods}
+    calls.update((method, _called(method)) for method in registered[kind].values())
     if kernels:
         readable.add(kind)
+
+
+def _called(method: Any) -> dict[str, object]:
+    """The functions of its module that a method calls by name, as they are now."""
+    code, space = getattr(method, "__code__", None), getattr(method, "__globals__", {})
+    found = {name: space.get(name) for name in (code.co_names if code else ())}
+    return {name: value for name, value in found.items() if isinstance(value, FunctionType)}
+
+
+def replaced(method: FunctionType) -> str | None:
+    """The name of a function that another was put in place of, of those that a method calls."""
+    known = calls.get(method, {})
+    return next((name for name, own in known.items() if method.__globals__[name] is not own), None)
 
 
 def register_rowwise(*kinds: type[nn.Module]) -> None:
@@ -135,10 +154,12 @@ def _names(module: nn.Module) -> list[str]:
 
 
 def _methods_now() -> list[object]:
-    """Global hooks and the methods of all known classes."""
+    """Global hooks, the methods of all known classes, and what these call."""
     found: list[object] = list(chain.from_iterable(GLOBAL_HOOKS))
     found += [getattr(kind, name, None) for kind, methods in registered.items() for name in methods]
     found += [kind.forward for kind in rowwise]
+    found += [method.__globals__[name] for method, names in calls.items() for name in names]
+    found.append(F.scaled_dot_product_attention)
     return found
 
 

@@ -25,15 +25,18 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from entp.engine.fingerprint import (
+    ATTENTION,
     GLOBAL_HOOKS,
     HOOKS,
     Fingerprint,
     readable,
     registered,
+    replaced,
     replayable,
     rowwise,
 )
@@ -138,6 +141,8 @@ def _changed(thing: Any, name: str, skip: tuple[str, ...] = ()) -> str | None:
             return f"{name} has a {method} of its own"
         if getattr(type(thing), method) is not original:
             return f"{name} is a {type(thing).__name__} with another {method}"
+        if other := replaced(original):
+            return f"{name}'s {method} calls another {other}"
     return None
 
 
@@ -157,6 +162,8 @@ def _unknown_module(model: Any) -> str | None:
     """A module that may treat rows together, with what is unusual about it, or None."""
     if any(not _only_watches(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()):
         return "a global module hook is registered"
+    if F.scaled_dot_product_attention is not ATTENTION:
+        return "torch's scaled_dot_product_attention was replaced"
     blocks = all_layers(model)
     names = ["the model", *(f"block {number}" for number in range(len(blocks)))]
     for name, block in zip(names, [model, *blocks], strict=True):
@@ -182,6 +189,8 @@ def _depends_on_python(model: Any) -> str | None:
     """
     if any(not _only_watches(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()):
         return "a global module hook is registered"
+    if F.scaled_dot_product_attention is not ATTENTION:
+        return "torch's scaled_dot_product_attention was replaced"
     parts = [("a block", block) for block in all_layers(model) if not isinstance(block, nn.Module)]
     for name, part in [*model.named_modules(), *parts]:
         name, kind = name or "the model", type(part)

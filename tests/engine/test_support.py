@@ -305,6 +305,29 @@ def test_a_class_that_is_patched_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
         model(x, impl="packed")
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "reason"),
+    [
+        (entp.model.blocks, "attend", "block 0's forward calls another attend"),
+        (nn.functional, "scaled_dot_product_attention", "was replaced, and packed is off by"),
+    ],
+)
+def test_another_attention_is_noticed(
+    module: Any, name: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model(layers=3).to(DEVICE)
+    x = random_inputs(model, 2, 6).to(DEVICE)
+    model(x)
+    own = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args, **options: 0.5 * own(*args, **options))
+    with pytest.warns(EngineWarning, match=reason):
+        got = outputs_and_gradients(model, x, "entp", "auto")
+    assert worst(got, outputs_and_gradients(model, x, "entp", "reference")) < 1e-9
+    monkeypatch.undo()
+    assert support_of(model).rows is None
+    assert choose("auto", DEVICE, model).impl != "reference"
+
+
 # The fingerprint
 
 

@@ -27,7 +27,7 @@ from entp.experiments.study import Study
 from entp.experiments.testing import is_measured, measure_best, stopping_at_signals
 from entp.experiments.workers import Ending, in_parallel
 from entp.results.schema import RunRecord
-from entp.training.checkpoint import newest, step_of
+from entp.training.checkpoint import newest, read_trainer, step_of
 from entp.training.distributed import World, pick_device
 from entp.training.initialise import Init, read_init
 from entp.training.mps import Shared, shared_gpu
@@ -239,8 +239,13 @@ def is_trained(arm: ArmRun, folder: Path, found: RunRecord | None) -> bool:
         return True
     last = newest(folder)
     if last is not None:
-        return step_of(last) >= found.steps
+        return step_of(last) >= found.steps and _measured_at(last) >= found.curve[-1].step
     return newest(folder, "best") is not None and not arm.test_last
+
+
+def _measured_at(folder: Path) -> int:
+    """The last evaluation that a checkpoint knows of."""
+    return int(read_trainer(folder)["measured_at"])
 
 
 def _beginning(item: Item) -> Init | None:

@@ -150,7 +150,8 @@ def verify(folder: Path) -> None:
 
 def read_trainer(folder: Path) -> dict[str, Any]:
     """The trainer state of a checkpoint; read without unpickling code."""
-    return torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+    found = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+    return {"measured_at": found["step"], **found}  # old ones do not say
 
 
 def load(

@@ -57,10 +57,12 @@ class Tracker(Protocol):
 
 class MetricsFile:
     """metrics.jsonl of a run, with its optional tracker. On resume, lines after the checkpoint's
-    step are dropped."""
+    step are dropped, and evaluations that the checkpoint does not know of."""
 
-    def __init__(self, out: Path, run: Run, from_step: int) -> None:
-        kept = [row for row in read_metrics(out) if row["step"] <= from_step] if from_step else []
+    def __init__(self, out: Path, run: Run, from_step: int, measured_at: int) -> None:
+        last = {"train": from_step}
+        rows = read_metrics(out) if from_step else []
+        kept = [row for row in rows if row["step"] <= last.get(row["kind"], measured_at)]
         write_file(out / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept).encode())
         self.file = open(out / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115 (closed by close)
         self.tracker = make_tracker(run, out)

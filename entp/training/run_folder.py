@@ -77,7 +77,7 @@ def read_fork(run: Run, source: Path) -> Fork:
         )
     weights = checkpoint.load(folder).state_dict()
     trainer = upgrade_trainer(checkpoint.read_trainer(folder))
-    step = trainer["step"]
+    step = trainer["measured_at"] = trainer["step"]  # evaluations up to it are the source's
     kept = {t.name for t in make_techniques(run) if t.survives_fork(old, run, step)}
     states = trainer["techniques"]
     trainer["techniques"] = {name: saved for name, saved in states.items() if name in kept}

@@ -28,6 +28,8 @@ class State:
     """The values of the best evaluation, and its step."""
     unlogged: tuple[float, int] = (0.0, 0)
     """The sum of the losses since the last line of metrics, and their number."""
+    measured_at: int = 0
+    """The step of the last evaluation that `best` knows of; 0 before the first."""
 
     @property
     def measured(self) -> Any:
@@ -43,6 +45,7 @@ class State:
             "seconds": self.seconds,
             "best": self.best,
             "unlogged": list(self.unlogged),
+            "measured_at": self.measured_at,
             "optimizers": [save_optimizer(optimizer) for optimizer in self.optimizers],
             "techniques": {name: saved for name, saved in states.items() if saved is not None},
         }
@@ -56,6 +59,7 @@ class State:
         self.step, self.seconds, self.best = saved["step"], saved["seconds"], saved["best"]
         total, count = saved.get("unlogged", (0.0, 0))
         self.unlogged = total, count
+        self.measured_at = saved["measured_at"]
         for technique in self.techniques:
             technique.load_state_dict(saved["techniques"].get(technique.name), self.model)
 

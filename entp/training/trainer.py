@@ -190,7 +190,7 @@ def _train(
         compile_layers(state.model)
     if world.first:
         prepare_folder(run, out, device, world, None if init is None else init.origin)
-    metrics = MetricsFile(out, run, state.step) if world.first else None
+    metrics = MetricsFile(out, run, state.step, state.measured_at) if world.first else None
     mode: str = run.mode
     if run.curriculum is not None:
         mode = f"{run.curriculum.mode}, then {run.mode}"
@@ -291,7 +291,7 @@ class Loop:
         self.step = Stepper(state, plan, how, run.optim, graphs, device, world)
         self.meter = LossMeter(run.seed, run.train.log_every, device)
         self.meter.total, self.meter.steps = state.unlogged
-        self.evaluations = _evaluations(out, state.step)
+        self.evaluations = _evaluations(out, state.measured_at)
         self.monitor = monitored(run)
         self.batches: dict[str, list[Batch]] = {}
         self.best: dict[str, Tensor] | None = None
@@ -307,6 +307,9 @@ class Loop:
         if not late and state.step < run.steps:
             self.step.warm_up(run.task, run.seed, run.steps)  # no part of the training's time
         self.mark, self.saved = time.perf_counter(), time.monotonic()
+        if state.measured_at < state.step and state.step % run.train.eval_every == 0:
+            self.measure()  # what a signal left out
+            self.save()
         if reason := stop_reason(run, self.evaluations, had=True):
             return self.result(reason)
         batches = _batches(run.task, run.seed, self.plan, run.steps, state.step, self.device)
@@ -412,6 +415,7 @@ class Loop:
                 f"{', '.join(totals.all)}."
             )
         self.evaluations.append({"step": state.step, **values})
+        state.measured_at = state.step
         if is_better(run.task, self.monitor, values, state.best):
             state.best = {**values, "step": state.step}
             weights = state.measured.state_dict()
@@ -518,7 +522,7 @@ def _batches(
 
 
 def _evaluations(out: Path, step: int) -> list[dict[str, Any]]:
-    """The run's evaluations on validation data up to `step`."""
+    """The run's evaluations on validation data up to that of `step`."""
     return [r for r in read_own_metrics(out) if r["kind"] == "eval" and r["step"] <= step]
 
 

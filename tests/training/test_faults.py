@@ -7,6 +7,7 @@ import errno
 import io
 import itertools
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,6 +26,7 @@ from entp.files import CHECKSUMS
 from entp.model import Transformer
 from entp.results.environment import read_environment
 from entp.training.checkpoint import find, load, newest, save_model, verify
+from entp.training.cuda_graph import Stepper
 from entp.training.initialise import Init
 from entp.training.loggers import read_metrics
 
@@ -172,6 +174,30 @@ def test_run_survives_an_end_between_two_checkpoints(place: Path) -> None:
 
 def is_line(call: Call) -> bool:
     return call.kind == "write" and call.path.name == "metrics.jsonl"
+
+
+def test_run_that_a_signal_stopped_survives_an_end_at_any_call(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the evaluation is made that the signal left out."""
+    step, run = Stepper.__call__, tiny_run(5, **SPARSE)
+
+    def signalled(stepper: Stepper, *rest: Any) -> Any:
+        if stepper.state.step == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return step(stepper, *rest)
+
+    whole = whole_state(run, place)
+    out, copies = place / "run", Copies(place / "copies")
+    with monkeypatch.context() as patch:
+        patch.setattr(Stepper, "__call__", signalled)
+        assert fit(run, out).step == 2
+    assert [row["kind"] for row in read_metrics(out)] == ["train", "train"]
+    with Disk(out, copies):
+        go_on(run, out)
+    for call, copy in copies:
+        go_on(run, copy)
+        assert state_of(copy) == whole, call
 
 
 def test_start_that_came_to_nothing_is_no_part_of_a_run(place: Path) -> None:

@@ -232,6 +232,44 @@ def test_signal_in_the_last_step_leaves_the_evaluation_to_resuming(
     assert measured(tmp_path, run)["loss"] == pytest.approx(best["loss"], rel=1e-6)
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_evaluation_that_a_signal_left_out_is_made_by_resuming(
+    ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the best of all, or the one that reaches the goal. A fork has evaluations of its
+    own steps alone."""
+    step = Stepper.__call__
+
+    def signalled(stepper: Stepper, *rest: Any) -> Any:
+        if stepper.state.step in (3, 4):
+            signal.raise_signal(signal.SIGTERM)
+        return step(stepper, *rest)
+
+    run = small_run(train={"monitor": "loss", "eval_splits": ("test",)})
+    fit(run, tmp_path / "whole")
+    if ends:
+        goal = rows(tmp_path / "whole", "eval")[0]["loss"]
+        run = replace(run, train=replace(run.train, stop_at=goal))
+        shutil.rmtree(tmp_path / "whole")
+        assert fit(run, tmp_path / "whole").step == 5
+    monkeypatch.setattr(Stepper, "__call__", signalled)
+    assert [fit(run, tmp_path / "run", resume=n > 0).step for n in range(2)] == [4, 5]
+    assert not rows(tmp_path / "run", "eval")
+    fork = fit(run, tmp_path / "fork", fork=tmp_path / "run")
+    assert [row["step"] for row in rows(fork.out, "eval")] == [10]
+    result = fit(run, tmp_path / "run", resume=True)
+    assert result.step == (5 if ends else 10)
+    for kind in ("train", "eval", "split"):
+        found, wanted = (rows(tmp_path / name, kind) for name in ("run", "whole"))
+        assert without_seconds(found) == without_seconds(wanted)
+    assert find(tmp_path / "run").name == find(tmp_path / "whole").name
+    assert equal(load(tmp_path / "run").state_dict(), load(tmp_path / "whole").state_dict())
+
+
+def timeless_rows(out: Path, kind: str) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows(out, kind)]
+
+
 def test_second_interrupt_does_not_wait_for_the_step(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -16,7 +17,8 @@ group that it is in."""
 
 
 def _tell() -> None:
-    os.write(2, b"\nstopping after this step; interrupt again to stop at once\n")
+    with contextlib.suppress(OSError):  # Ctrl-C ends a `tee` that reads it too
+        os.write(2, b"\nstopping after this step; interrupt again to stop at once\n")
 
 
 class StopSignals:

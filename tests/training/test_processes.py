@@ -171,6 +171,25 @@ def test_signal_saves_and_says_so(whole: Path, tmp_path: Path, number: signal.Si
     assert_same_losses(tmp_path / "run", whole)
 
 
+def test_signal_saves_though_nobody_reads_what_is_said(whole: Path, tmp_path: Path) -> None:
+    """Ctrl-C reaches all of `entp train ... 2>&1 | tee log`, and `tee` may be gone first."""
+
+    def work() -> int:
+        reading, writing = os.pipe()
+        os.dup2(writing, 2)
+        os.close(reading)
+        return main([*TRAIN, "--steps=2000", "--train.eval-every=2000", "--out=run"])
+
+    child = start(work, tmp_path)
+    child.wait_for_step(tmp_path / "run", 3)
+    child.kill(signal.SIGINT)
+    code, said = child.wait()
+    assert (code, "saved; continue with --resume" in said) == (128 + signal.SIGINT, True), said
+    (saved,) = (tmp_path / "run/checkpoints").glob("step-*")
+    assert rows(tmp_path / "run", "train")[-1]["step"] == int(saved.name.removeprefix("step-"))
+    assert_same_losses(tmp_path / "run", whole)
+
+
 def test_full_disk_keeps_the_last_good_checkpoint(whole: Path, tmp_path: Path) -> None:
     """The limit on file size makes real writes fail half-way, as a full disk does."""
     words = [*TRAIN, "--train.checkpoint-every=5"]

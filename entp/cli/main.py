@@ -55,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     """The exit code of a command: 0 done, 1 training stopped, 2 bad input, 128 + signal
     interrupted."""
     args = sys.argv[1:] if argv is None else argv
+    _open_closed()
     try:
         return _run(args)
     except InputError as error:
@@ -78,6 +79,14 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:  # a path that cannot be read or written
         where = error.filename or "a file"
         return _complain(f"{where} cannot be used: {error.strerror}. Give another path.", 2)
+
+
+def _open_closed() -> None:
+    """Streams that whoever started this process has closed, such as by 2>&-, lead nowhere: a file
+    would else get their number, and what is said be written into it."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (until it ends)
 
 
 def _run(args: list[str]) -> int:

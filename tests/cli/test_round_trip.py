@@ -273,3 +273,13 @@ def test_a_reader_that_stops_reading_is_no_error(words: list[str], tmp_path: Pat
     os.close(write_end)
     assert "Traceback" not in done.stderr
     assert done.returncode in (120, 141)  # Python's own for what is left at the end, or ours
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell of POSIX")
+def test_streams_that_were_closed_are_no_error(tmp_path: Path) -> None:
+    """As a service's may be; what is said is in no file of the run."""
+    command = ["sh", "-c", 'exec "$@" 0<&- 2>&-', "sh", sys.executable, "-m", "entp", *TRAIN]
+    done = subprocess.run([*command, f"--out={tmp_path}"], stdout=subprocess.PIPE, text=True)
+    assert (done.returncode, "all steps done" in done.stdout) == (0, True)
+    assert "step 6/6" not in done.stdout  # a line of progress
+    assert all(line[0] == "{" for line in (tmp_path / "metrics.jsonl").read_text().splitlines())

@@ -7,6 +7,7 @@ is one sentence on standard error and exit code 2. Heavy imports stay inside the
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -56,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     interrupted."""
     args = sys.argv[1:] if argv is None else argv
     _open_closed()
+    _write_any_text()
     try:
         return _run(args)
     except InputError as error:
@@ -87,6 +89,14 @@ def _open_closed() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (until it ends)
+
+
+def _write_any_text() -> None:
+    """What the terminal's encoding has no character for is written as its number: it may stand in
+    the name of a folder, and is no reason to fail at the end of a training."""
+    stream = sys.stdout
+    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="backslashreplace")
 
 
 def _run(args: list[str]) -> int:

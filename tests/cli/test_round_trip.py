@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -283,3 +284,17 @@ def test_streams_that_were_closed_are_no_error(tmp_path: Path) -> None:
     assert (done.returncode, "all steps done" in done.stdout) == (0, True)
     assert "step 6/6" not in done.stdout  # a line of progress
     assert all(line[0] == "{" for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+
+
+@pytest.mark.parametrize(("encoding", "name"), [("ascii", "\u03a9"), ("utf-8", "\udcff")])
+def test_text_that_the_terminal_has_no_characters_for_is_no_error(
+    encoding: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A letter of another language, and a byte of a name that is no letter."""
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding, write_through=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        assert main([*TRAIN, f"--out={tmp_path / name}"]) == 0
+    said = terminal.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+    assert said.startswith("all steps done")
+    assert f"{name!a}"[1:-1] in said

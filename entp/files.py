@@ -142,14 +142,17 @@ def lock_folder(folder: Path, refuse: str = "") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explain_failed_writes(folder: Path) -> Iterator[None]:
-    """An InputError for a full disk and the like, which says that what is there is kept."""
+def explain_failed_writes(folder: Path, by: str = "--out") -> Iterator[None]:
+    """An InputError for a full disk and the like, which says that what is there is kept.
+
+    by: what another folder is given by.
+    """
     try:
         yield
     except OSError as error:
         fault = f"{error.filename or folder} cannot be written: {error.strerror}."
         if error.errno not in FULL:
-            raise InputError(f"{fault} Give another folder by --out.") from None
+            raise InputError(f"{fault} Give another folder by {by}.") from None
         raise InputError(
             f"{fault} Make room and run the same command again: it goes on with what is in "
             f"{folder}."

@@ -13,6 +13,7 @@ from entp.data.manifest import MANIFEST, manifest_hash, read_manifest
 from entp.errors import InputError
 
 VARIABLE = "ENTP_DATA"
+CACHE = "ENTP_CACHE"
 
 
 def add_place(folder: Path) -> None:
@@ -36,7 +37,7 @@ def places() -> list[Path]:
 def cache_folder() -> Path:
     """Where corpora are prepared by default: $ENTP_CACHE, $XDG_CACHE_HOME/entp or
     ~/.cache/entp."""
-    if own := os.environ.get("ENTP_CACHE"):
+    if own := os.environ.get(CACHE):
         return Path(own)
     if caches := os.environ.get("XDG_CACHE_HOME"):
         return Path(caches) / "entp"

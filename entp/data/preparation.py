@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from entp.data.manifest import MANIFEST, SPLITS, VERSION, manifest_hash, read_manifest
+from entp.data.places import CACHE, cache_folder
 from entp.data.settings import Settings, differences, settings_of
 from entp.data.sources import Source
 from entp.data.splits import Fractions, Part, Splitter, lengths_if_few
@@ -49,7 +50,7 @@ class Preparation:
     quiet: bool
 
     def run(self) -> Path:
-        with explain_failed_writes(self.folder):
+        with self._explained():
             self.folder.mkdir(parents=True, exist_ok=True)
         with self._locked():
             if (self.folder / MANIFEST).is_file():
@@ -58,6 +59,12 @@ class Preparation:
                 return self.folder
             self._make()
         return self.folder
+
+    def _explained(self) -> contextlib.AbstractContextManager[None]:
+        """Errors of writing, explained: a folder in the cache is given by no --out where `entp
+        train` prepares a text."""
+        cached = self.folder.parent == cache_folder()
+        return explain_failed_writes(self.folder, CACHE if cached else "--out")
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -79,7 +86,7 @@ class Preparation:
         writers = self._writers(tokenizer, state["splits"])
         try:
             self._write(tokenizer, splitter, writers, state["source"])
-            with explain_failed_writes(self.folder):
+            with self._explained():
                 splits = {split: writer.finish() for split, writer in writers.items()}
         finally:
             for writer in writers.values():
@@ -118,7 +125,7 @@ class Preparation:
         if path.is_file():
             return BpeTokenizer(path.read_bytes(), str(path))
         found = self.given or self._train(lengths)
-        with explain_failed_writes(self.folder):
+        with self._explained():
             write_file(path, found.file() or b"")
         return found
 
@@ -132,7 +139,7 @@ class Preparation:
         return found
 
     def _writers(self, tokenizer: Tokenizer, states: Any) -> dict[str, SplitWriter]:
-        with explain_failed_writes(self.folder):
+        with self._explained():
             return {
                 split: SplitWriter(
                     self.folder,
@@ -156,7 +163,7 @@ class Preparation:
         saved = time.monotonic()
         for batch in _batches(self.source, splitter, position):
             tokens = tokenizer.encode_arrays([part.text for part in batch])
-            with explain_failed_writes(self.folder):
+            with self._explained():
                 _append(writers, batch, tokens, tokenizer.end)
                 if time.monotonic() - saved >= self.save_seconds:
                     self._save(
@@ -172,7 +179,7 @@ class Preparation:
         progress.close()
 
     def _save(self, state: dict[str, Any]) -> None:
-        with explain_failed_writes(self.folder):
+        with self._explained():
             write_file(self.folder / PROGRESS, json_bytes(state))
 
     def _finish(self, tokenizer: Tokenizer, splits: dict[str, Any]) -> None:
@@ -185,7 +192,7 @@ class Preparation:
             "settings": {key: self.settings[key] for key in ("vocab", "fractions", "shard_tokens")},
             "splits": splits,
         }
-        with explain_failed_writes(self.folder):
+        with self._explained():
             write_file(self.folder / MANIFEST, json_bytes(manifest))
         self._clean()
         self._say(_summary(manifest))

@@ -28,6 +28,31 @@ def test_prepare_prints_hash_and_folder(tmp_path: Path, capsys: pytest.CaptureFi
     assert corpus.manifest["settings"]["fractions"] == {"valid": 0.2, "test": 0.01, "seed": 0}
 
 
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["train", "text", "--data=text.txt", "--out=run"], "ENTP_CACHE"),
+        (["data", "prepare", "text.txt"], "ENTP_CACHE"),
+        (["data", "prepare", "text.txt", "--out=text.txt/corpus"], "--out"),
+    ],
+)
+def test_folder_that_cannot_be_written_is_named_with_what_gives_another(
+    words: list[str],
+    remedy: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The --out of `entp train` is the run's: giving another would help nobody."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ENTP_CACHE", "text.txt/cache")
+    Path("text.txt").write_text("a text")
+    assert main(words) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("entp: text.txt/")
+    assert said.endswith(f"cannot be written: Not a directory. Give another folder by {remedy}.")
+
+
 def test_list_shows_what_is_found(
     tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

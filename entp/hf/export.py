@@ -66,8 +66,8 @@ def export_hf(
         files = saved_files(convert(model, run).to(DTYPES[dtype]), make_tokenizer(run), shard_mib)
         name = "GPT2LMHeadModel" if format == "gpt2" else "AutoModelForCausalLM"
     flag = ", trust_remote_code=True" if any(name.endswith(".py") for name in files) else ""
-    readme = _readme(name, flag, format, run).encode()
-    write_folder(out, {**files, **more, "README.md": readme})
+    readme = _readme([name, *(["AutoTokenizer"] if TOKENIZER in files else [])], flag, format, run)
+    write_folder(out, {**files, **more, "README.md": readme.encode()})
     return made
 
 
@@ -312,18 +312,23 @@ def _byte_tokenizer() -> bytes:
     return found.to_str().encode()
 
 
-def _readme(name: str, flag: str, format: str, run: Run) -> str:
-    """What the folder is and how it is loaded: by the class `name` with the argument `flag`."""
+def _readme(names: list[str], flag: str, format: str, run: Run) -> str:
+    """What the folder is and how it is loaded: by these classes, that of the model first, with the
+    argument `flag`, without which AutoTokenizer asks whether to run the model's code, too."""
     notes = ""
     if isinstance(run.model, PretrainedConfig):
         told = export_pretrained.notes(run, run.model)
         notes = f"\n{told}\n" if told else ""
+    lines = [
+        f'{what} = {name}.from_pretrained("this folder"{flag})'
+        for what, name in zip(("model", "tokenizer"), names, strict=False)
+    ]
     return f"""# {run.task.name}, mode {run.mode}
 
 ```python
-from transformers import {name}
+from transformers import {", ".join(names)}
 
-model = {name}.from_pretrained("this folder"{flag})
+{chr(10).join(lines)}
 ```
 {notes}
 Written by `entp export --format {format}`. `made.json` says how the model was trained and what it

@@ -348,7 +348,9 @@ def test_tokenizer_cuts_text_as_ours(
     run = small_text(tmp_path, kind, monkeypatch)
     save_model(Transformer(run.model), tmp_path / "run", run, more=run.task.files())
     export_hf(tmp_path / "run", tmp_path / "out", test_sequences=2)
-    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    told = (tmp_path / "out/README.md").read_text()
+    assert 'AutoTokenizer.from_pretrained("this folder", trust_remote_code=True)' in told
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
     for text in ("the cat said Zoë.", "<|endoftext|> is no end", "  two\n\nlines \x00 日本"):
         assert found(text)["input_ids"] == run.task.tokenizer.encode(text)
         assert found.decode(run.task.tokenizer.encode(text)) == text
@@ -418,6 +420,7 @@ def test_folder_loads_where_entp_is_not_installed(source: Path, tmp_path: Path) 
     assert torch.equal(got["new"], entp.generate(model, x[:, :5], 5))
     assert (again / "modeling_entp.py").read_bytes() == (out / "modeling_entp.py").read_bytes()
     assert {"made.json", "checksums.json", "README.md"} <= {path.name for path in out.iterdir()}
+    assert "AutoTokenizer" not in (out / "README.md").read_text()
 
 
 def test_exported_source_imports_torch_and_transformers_alone() -> None:

@@ -33,7 +33,7 @@ COMMANDS = [
     ("tasks count3 --length 3", "prompt_length 16 must be at least 1 and below"),
     ("demo --seed -1", "seed -1 is outside 0 to 2"),
     ("report --out nowhere/x.md", "in a folder that does not exist: make nowhere first"),
-    ("report --out page.pdf", "give a name that ends with .md or .html"),
+    ("report --out page.pdf", "give a name that ends with .md, .html or .csv"),
 ]
 TRAINING = [
     (

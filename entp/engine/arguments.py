@@ -48,8 +48,9 @@ def check_inputs(
 
 
 def _may_look(x: Tensor) -> bool:
-    """Whether values may be read: elsewhere than on a CPU that would wait for the device."""
-    return x.device.type == "cpu"
+    """Whether values may be read: elsewhere than on a CPU that would wait for the device, and
+    torch.export has none."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _check_model(model: Any) -> None:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 NAMES = ("README.md", "CONTRIBUTING.md")
 DOCUMENTS = [*(ROOT / name for name in NAMES if (ROOT / name).exists()), *sorted(DOCS.glob("*.md"))]
-EXAMPLES = ("parity.py", "by_ones.py", "mine.py")
+EXAMPLES = ("parity.py", "by_ones.py", "mine.py", "attack.py")
 """What docs/add-a-task.md asks its reader to save, in its order."""
 MADE_BY_RUNS = ("runs", "demo")
 SUFFIXES = ("py", "md", "toml", "txt", "json", "yml", "yaml", "sh", "cfg")

@@ -11,6 +11,8 @@ import pytest
 from documents import DOCS, EXAMPLES, code_blocks, commands_in
 
 from entp.cli.main import main
+from entp.experiments.recipe import find_recipe
+from entp.results.store import read_record
 from entp.training.checkpoint import load_run
 from entp.training.plan import Plan
 
@@ -70,6 +72,17 @@ def test_recipe_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert len(list(root.glob("*/test.json"))) == 4
     assert (root / "results.json").exists()
     assert (root / "results.png").stat().st_size > 10_000
+
+
+@pytest.mark.usefixtures("folder")
+def test_recipe_that_begins_with_a_built_in_one(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny, _ = code_blocks(ADD_A_TASK, "sh")[3].splitlines()
+    shown = output_of(f"{tiny} --device cpu", capsys)
+    assert "ENTP small, reversed, examples 2500, lr 0.001" in shown
+    recorded = read_record(DOCS.parent / "results/addition-samples.json").arms.values()
+    known = {run.config_hash for arm in recorded for run in arm.runs}
+    runs = find_recipe("attack:RECIPE").runs()
+    assert (len(runs), sum(one.hash in known for one in runs)) == (28, 10)
 
 
 @pytest.mark.usefixtures("folder")

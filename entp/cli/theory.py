@@ -66,13 +66,7 @@ class RaspOptions:
     def run(self) -> tuple[str, int]:
         from entp.theory.programs import PROGRAMS, chain_of_thought, run, trace_table
 
-        try:
-            x = [int(word) for word in self.input.replace(",", " ").split()]
-        except ValueError:
-            raise InputError(
-                f"--input {self.input!r} is not a list of whole numbers: write them like "
-                '"3 1 4 1 5".'
-            ) from None
+        x = _whole_numbers(self.input)
         about = PROGRAMS[self.program].about
         if self.program == "count3-cot":
             thought = chain_of_thought(x)
@@ -85,6 +79,15 @@ class RaspOptions:
             return f"{self.program}: {about}\n\n{trace_table(thought.trace)}\n\n{lines}", 0
         trace = run(self.program, x)
         return f"{self.program}: {about}\n\n{trace_table(trace)}\n\nanswer: {trace.answer}", 0
+
+
+def _whole_numbers(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        raise InputError(
+            f'--input {text!r} is not a list of whole numbers: write them like "3 1 4 1 5".'
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,10 @@ class CompiledOptions:
     """Random sequences to try: as an encoder and under a causal mask, or after every integer."""
     seed: int = 0
     """Seed of these."""
+    input: str | None = None
+    """Try these whole numbers, such as "3 1 4 1 5", instead of random sequences."""
+    precision: Literal["float64", "float32", "bfloat16", "float16"] = "float64"
+    """Numbers that the weights are tried in, to see where they break. They are saved in float64."""
     out: Path | None = None
     """Folder for the checkpoint: `entp evaluate` and `entp generate` take it."""
 
@@ -141,6 +148,8 @@ class CompiledOptions:
         at_least(self, 0, "seed")
         if self.mode == "decoder":
             self._check_decoder()
+        if self.input is not None:
+            self._check_input(_whole_numbers(self.input))
         if self.n_max > LONGEST:
             raise InputError(
                 f"--n-max is {self.n_max}: allowed are 1 to {LONGEST}, because attention takes n² "
@@ -164,6 +173,22 @@ class CompiledOptions:
                 "because the width is six times that."
             )
 
+    def _check_input(self, x: list[int]) -> None:
+        """The numbers must be some that the weights are right for."""
+        if not 1 <= len(x) <= self.n_max:
+            raise InputError(
+                f"--input has {len(x)} numbers: with --n-max {self.n_max} 1 to {self.n_max} are "
+                "allowed."
+            )
+        ratio = RATIO if self.ratio is None else self.ratio
+        below = self.n_max if self.mode == "decoder" else min(self.n_max, ratio * len(x))
+        if strangers := [one for one in x if not 0 <= one < below]:
+            told = "" if self.mode == "decoder" else f", with --ratio {ratio} and {len(x)} of them"
+            raise InputError(
+                f"--input has {strangers[0]}: allowed are 0 to {below - 1}, with --n-max "
+                f"{self.n_max}{told}."
+            )
+
     def run(self) -> tuple[str, int]:
         from entp.terminal import format_table
 
@@ -174,9 +199,12 @@ class CompiledOptions:
         return f"{title}\n{format_table(head, rows)}{self._saved(model)}", 1 if wrong else 0
 
     def _tried(self, ratio: int) -> Iterator[np.ndarray]:
-        """Random sequences of three lengths."""
+        """Random sequences of three lengths, or the one that was given."""
         import numpy as np
 
+        if self.input is not None:
+            yield np.array([_whole_numbers(self.input)])
+            return
         rng = np.random.default_rng(self.seed)
         for n in sorted({max(1, self.n_max // 4), max(1, self.n_max // 2), self.n_max}):
             yield rng.integers(0, min(self.n_max, ratio * n), (self.sequences, n))
@@ -188,21 +216,35 @@ class CompiledOptions:
 
         ratio = RATIO if self.ratio is None else self.ratio
         model, rows, wrong = count3(self.n_max, ratio), [], 0
+        tried, head = self._as_tried(model), ["n", "largest value"]
         for x in self._tried(ratio):
-            want = count3_next(x)
-            right = [int((answers(model, x, mode) == want).sum()) for mode in ("entp", "decoder")]
-            wrong += self.sequences - right[0]
-            told = [f"{one} of {self.sequences}" for one in right]
+            want, said = count3_next(x), [answers(tried, x, mode) for mode in ("entp", "decoder")]
+            right = [int((one == want).sum()) for one in said]
+            wrong += len(x) - right[0]
+            told = [f"{one} of {len(x)}" for one in right]
+            if self.input is not None:
+                told = [str(want[0]), *(str(one[0]) for one in said)]
             rows.append([str(x.shape[1]), str(x.max()), *told])
-        return model, ["n", "largest value", "right (entp)", "right (decoder)"], rows, wrong
+        if self.input is not None:
+            return model, [*head, "Count3", "said (entp)", "said (decoder)"], rows, wrong
+        return model, [*head, "right (entp)", "right (decoder)"], rows, wrong
+
+    def _as_tried(self, model: Transformer) -> Transformer:
+        """The weights in the numbers that they are tried in."""
+        import copy
+
+        import torch
+
+        return copy.deepcopy(model).to(getattr(torch, self.precision))
 
     def _decoder(self) -> tuple[Transformer, list[str], list[list[str]], int]:
         """The decoder, its answers after every integer with their margin, and its errors."""
         from entp.theory.count3_decoder import decoder, wrong_and_margin
 
         model, rows, errors = decoder(self.n_max), [], 0
+        tried = self._as_tried(model)
         for x in self._tried(self.n_max):
-            wrong, margin = wrong_and_margin(model, x)
+            wrong, margin = wrong_and_margin(tried, x)
             errors += wrong
             right = f"{x.size - wrong} of {x.size}"
             rows.append([str(x.shape[1]), str(x.max()), right, f"{margin:.1f}"])

@@ -112,6 +112,28 @@ def test_trade_off_is_saved_without_matplotlib(
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
+def test_numbers_of_ones_own_and_fewer_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["theory", "compiled", "--n-max", "16"]
+    assert main([*small, "--input", "3 1 4 1 5"]) == 0
+    head, _, row = capsys.readouterr().out.splitlines()[1:]
+    assert head.split() == [
+        "n",
+        "largest",
+        "value",
+        "Count3",
+        "said",
+        "(entp)",
+        "said",
+        "(decoder)",
+    ]
+    assert row.split()[:4] == ["5", "5", "0", "0"]  # five pairs, mod 5
+    assert main([*small, "--mode", "decoder", "--input", "3 1 4 1 15"]) == 0
+    assert "5 of 5" in capsys.readouterr().out
+    assert main([*small, "--precision", "float32", "--sequences", "8"]) == 0
+    assert main([*small, "--precision", "bfloat16", "--sequences", "8"]) == 1
+    assert "0 of 8" in capsys.readouterr().out
+
+
 def test_compiled_weights_are_tried_on_the_values_they_are_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

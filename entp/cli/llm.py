@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
@@ -177,7 +178,10 @@ def _trim(words: list[str]) -> int:
         f"{options.out}: {len(found.rows.ids):,} of {found.vocab:,} tokens, {found.size / 1e6:.1f} "
         f"MB. {found.rows.told}"
     )
-    print(f"next: entp train {asked.task} --init {options.out}")
+    parser.add_argument("--out")
+    parser.add_argument("--shard-mib")
+    words = ["train", asked.task, *parser.parse_known_args(rest)[1]]
+    print(f"next: entp {shlex.join(words)} --init {options.out}")
     return 0
 
 

@@ -76,13 +76,15 @@ def test_recipe_takes_the_folder_for_all_its_lengths(
     assert RECIPE.with_init(small).runs() != RECIPE.runs()
 
 
-def test_weights_are_float32_in_shards(tmp_path: Path) -> None:
+def test_weights_are_float32_in_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_of("llama", tmp_path / "whole", vocab_size=68)
     half = entp.hf.load(folder, dtype=torch.bfloat16).network
     half.save_pretrained(folder)
     words = ["llm", "trim", str(folder), "--task=count3", "--task.prompt-length=4"]
     words += ["--task.length=10", "--task.num-values=10", "--shard-mib=0.02"]
     assert main([*words, f"--out={tmp_path / 'small'}"]) == 0
+    train = "entp train count3 --task.prompt-length=4 --task.length=10 --task.num-values=10"
+    assert f"next: {train} --init {tmp_path / 'small'}\n" in capsys.readouterr().out
     files = list((tmp_path / "small").glob("model-*.safetensors"))
     assert len(files) > 1
     assert max(file.stat().st_size for file in files) < 0.03 * 2**20

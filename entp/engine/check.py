@@ -70,6 +70,10 @@ class Report:
         stays on, or a module that mixes tokens, is found here alone."""
         return not any(row.verdict.startswith(UNLIKE) for row in self.rows)
 
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
+        """What a notebook shows of it."""
+        printer.text(str(self))
+
     def __str__(self) -> str:
         cells = [
             [r.mode, r.implementation, _number(r.outputs), _number(r.gradients), r.verdict]

@@ -10,6 +10,7 @@ import re
 import warnings
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import pytest
@@ -286,6 +287,13 @@ def test_a_backward_hook_that_mixes_rows_is_found_by_check() -> None:
     )
     report = entp.check(model, length=5, batch=2)
     assert not report.exact or verdict(report).startswith("not used")
+
+
+def test_notebook_shows_the_table_of_a_report() -> None:
+    shown: list[str] = []
+    report = entp.check(random_model(layers=2), length=3, batch=1)
+    report._repr_pretty_(SimpleNamespace(text=shown.append), False)
+    assert shown == [str(report)]
 
 
 # 6. A Transformer of one's own

@@ -204,7 +204,7 @@ def printed(about: str, table: TableText) -> str:
 def _arms_table(record: Record) -> TableText:
     """How much each arm has trained, and its best and last validation value."""
     metric = record.metrics[0]
-    head = ["arm", "seeds", "steps", "sequences", "FLOPs", "seconds"]
+    head = ["arm", "which seeds", "steps", "sequences", "FLOPs", "seconds"]
     head += [f"best {title(metric)}", "95 % interval over seeds", "at the last evaluation"]
     return TableText(head, [_arm_row(label, arm, metric) for label, arm in record.arms.items()])
 

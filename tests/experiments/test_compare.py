@@ -50,6 +50,8 @@ def test_seeds_of_one_configuration_are_one_arm(runs: Path) -> None:
     text = comparison(record)
     assert f"{sum(best) / 3:#.4g}" in text
     assert "160 sequences" in text  # 20 steps of 8
+    assert text.splitlines()[0].split()[:3] == ["arm", "which", "seeds"]
+    assert "0, 1, 2" in text.splitlines()[2]
     assert "FLOPs" in text
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
+Item = TypeVar("Item")
 SILENCE = 60.0
 """Seconds after which there is a line without an evaluation, where there is no bar."""
 
@@ -69,3 +72,14 @@ class Progress:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+
+
+def counted(label: str, items: Sequence[Item]) -> Iterator[Item]:
+    """The items, while a bar says how many of them are done."""
+    progress = Progress(label, len(items), 0, True)
+    try:
+        for done, item in enumerate(items, 1):
+            yield item
+            progress.step(done)
+    finally:
+        progress.close()

@@ -27,6 +27,7 @@ from entp.report.figures import draw_record
 from entp.report.summary import draw_summary
 from entp.results.schema import Record
 from entp.results.store import complete
+from entp.terminal import counted
 
 HEAD = """# Results
 
@@ -39,7 +40,7 @@ seed, device, versions, commit and date.
 def write_report(results: Path, out: Path) -> str:
     """Draw all figures, write the page, and return a message for a person."""
     records = records_for(results, out)
-    for path, record in records.items():
+    for path, record in counted("report", list(records.items())):
         draw_record(record, path.with_suffix(".png"))
     figure = out.with_suffix(".png")
     drawn = draw_summary(results, list(records.values()), figure)

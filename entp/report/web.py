@@ -29,6 +29,7 @@ from entp.report.svg import DARK, dark_colours, inline_svg, share_styles
 from entp.results.schema import ArmRecord, Record
 from entp.results.store import complete
 from entp.results.summary import status
+from entp.terminal import counted
 
 Titled = tuple[str, TableText]
 """A table and what stands above it."""
@@ -78,8 +79,8 @@ def web_page(results: Path, records: dict[Path, Record]) -> str:
     """The page of these records by file, with the figure of what was found from the folder."""
     found = {path: complete(record) for path, record in records.items()}
     names = unique_names(path.stem for path in found)
-    named = zip(names, found.values(), strict=True)
-    sections = [_section(at, name, one) for at, (name, one) in enumerate(named, 1)]
+    named = list(zip(names, found.values(), strict=True))
+    sections = [_section(at, *one) for at, one in enumerate(counted("report", named), 1)]
     figure = summary_figure(results, list(found.values()))
     first = inline_svg(figure, "f0", "What was found") if figure is not None else ""
     rules, drawn = share_styles([first, *(section.figure for section in sections)])

@@ -20,10 +20,12 @@ from small_records import (
 )
 from small_runs import run_python
 
+from entp import terminal
 from entp.errors import InputError
 from entp.experiments.reproduce import reproduce
 from entp.report.contents import sharing, which
 from entp.report.page import page, write_report
+from entp.report.web import write_web_page
 from entp.results.schema import (
     ArmRecord,
     Check,
@@ -63,6 +65,20 @@ def test_report_renders_the_file_that_reproduce_has_just_written(tmp_path: Path)
     assert "![A small figure](results/mine.png)" in text
     assert (tmp_path / "results" / "mine.png").stat().st_size > 10_000
     assert "Not run: BERT (needs weights)." in text
+
+
+def test_long_reports_say_how_far_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two"):
+        write_record(tmp_path / f"{name}.json", make_record({"a": arm_record(50)}, recipe=name))
+    for write, name in ((write_report, "page.md"), (write_web_page, "page.html")):
+        write(tmp_path, tmp_path / name)
+        assert capsys.readouterr().err == ""
+        with monkeypatch.context() as changed:
+            changed.setattr(terminal, "SILENCE", -1.0)
+            write(tmp_path, tmp_path / name)
+        assert capsys.readouterr().err.splitlines() == ["report: step 1/2", "report: step 2/2"]
 
 
 def test_report_imports_no_task_no_recipe_and_no_training(tmp_path: Path) -> None:

@@ -266,10 +266,6 @@ def test_evaluation_that_a_signal_left_out_is_made_by_resuming(
     assert equal(load(tmp_path / "run").state_dict(), load(tmp_path / "whole").state_dict())
 
 
-def timeless_rows(out: Path, kind: str) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows(out, kind)]
-
-
 def test_second_interrupt_does_not_wait_for_the_step(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

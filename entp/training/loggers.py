@@ -49,23 +49,31 @@ def read_own_metrics(out: Path) -> list[dict[str, Any]]:
 
 
 class Tracker(Protocol):
-    """Somewhere else that metrics are copied to."""
+    """Somewhere else that metrics are copied to, under names such as train/loss and eval/loss."""
 
     def log(self, values: dict[str, float], step: int) -> None: ...
     def close(self) -> None: ...
 
 
 class MetricsFile:
-    """metrics.jsonl of a run, with its optional tracker. On resume, lines after the checkpoint's
+    """metrics.jsonl of a run, with its optional trackers. On resume, lines after the checkpoint's
     step are dropped, and evaluations that the checkpoint does not know of."""
 
-    def __init__(self, out: Path, run: Run, from_step: int, measured_at: int) -> None:
+    def __init__(
+        self,
+        out: Path,
+        run: Run,
+        from_step: int,
+        measured_at: int,
+        tracker: Tracker | None = None,
+    ) -> None:
         last = {"train": from_step}
         rows = read_metrics(out) if from_step else []
         kept = [row for row in rows if row["step"] <= last.get(row["kind"], measured_at)]
         write_file(out / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept).encode())
         self.file = open(out / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115 (closed by close)
-        self.tracker = make_tracker(run, out)
+        both = (make_tracker(run, out), tracker)
+        self.trackers = [one for one in both if one is not None]
 
     def write(self, kind: str, step: int, values: dict[str, float]) -> None:
         """One line, in the file at once."""
@@ -87,13 +95,13 @@ class MetricsFile:
         self.file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def _track(self, kind: str, step: int, values: dict[str, float]) -> None:
-        if self.tracker is not None:
-            self.tracker.log({f"{kind}/{name}": v for name, v in values.items()}, step)
+        for tracker in self.trackers:
+            tracker.log({f"{kind}/{name}": v for name, v in values.items()}, step)
 
     def close(self) -> None:
         self.file.close()
-        if self.tracker is not None:
-            self.tracker.close()
+        for tracker in self.trackers:
+            tracker.close()
 
 
 def make_tracker(run: Run, out: Path) -> Tracker | None:

@@ -45,7 +45,7 @@ from entp.training.evaluate import (
 from entp.training.forward import Forward
 from entp.training.frozen import Frozen
 from entp.training.initialise import Init, check_beginning, load_init, with_init
-from entp.training.loggers import MetricsFile, read_own_metrics
+from entp.training.loggers import MetricsFile, Tracker, read_own_metrics
 from entp.training.loss_meter import LossMeter, check_finite
 from entp.training.plan import Plan
 from entp.training.prefetch import batches_ahead, processes_for
@@ -79,6 +79,7 @@ def train(
     resume: bool = False,
     fork: str | Path | None = None,
     init: Init | None = None,
+    tracker: Tracker | None = None,
     quiet: bool = False,
 ) -> Result:
     """Train `run` in the folder `out`; `resume` continues what is there. Only the first process
@@ -86,6 +87,7 @@ def train(
 
     fork: the folder of another run, whose last checkpoint this one begins with.
     init: the weights that it begins with, at step 0; resumed, before its first checkpoint only.
+    tracker: gets every line of metrics.jsonl, in the first process: log(values, step), close().
     """
     warm_math()
     out = Path(out)
@@ -124,6 +126,7 @@ def train(
                     world,
                     resume or fork is not None,
                     init,
+                    tracker,
                     quiet or not world.first,
                 )
         except OSError as error:
@@ -179,6 +182,7 @@ def _train(
     world: World,
     resume: bool,
     init: Init | None,
+    tracker: Tracker | None,
     quiet: bool,
 ) -> Result:
     plan = Plan(run)
@@ -190,7 +194,9 @@ def _train(
         compile_layers(state.model)
     if world.first:
         prepare_folder(run, out, device, world, None if init is None else init.origin)
-    metrics = MetricsFile(out, run, state.step, state.measured_at) if world.first else None
+    metrics = None
+    if world.first:
+        metrics = MetricsFile(out, run, state.step, state.measured_at, tracker)
     mode: str = run.mode
     if run.curriculum is not None:
         mode = f"{run.curriculum.mode}, then {run.mode}"

@@ -687,6 +687,28 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     assert events.Scalars("test/loss")[0].value == pytest.approx(value / weight, rel=1e-6)
 
 
+def test_tracker_of_ones_own_gets_every_line(tmp_path: Path) -> None:
+    class Mine:
+        def __init__(self) -> None:
+            self.lines: list[tuple[int, dict[str, float]]] = []
+            self.closed = 0
+
+        def log(self, values: dict[str, float], step: int) -> None:
+            self.lines.append((step, values))
+
+        def close(self) -> None:
+            self.closed += 1
+
+    mine = Mine()
+    run = small_run(steps=4, train={"log_every": 2, "eval_every": 2})
+    train(run, tmp_path, device="cpu", quiet=True, tracker=mine)
+    for kind in ("train", "eval"):
+        told = [(step, v[f"{kind}/loss"]) for step, v in mine.lines if f"{kind}/loss" in v]
+        assert told == [(row["step"], row["loss"]) for row in rows(tmp_path, kind)]
+    assert [step for step, _ in mine.lines] == [2, 2, 4, 4]
+    assert mine.closed == 1
+
+
 def test_wandb_offline_and_trackio_get_the_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from entp.cli.evaluate import Checkpoint
 from entp.cli.parse import name_of, named_task, parse
+from entp.errors import InputError
+from entp.fields import LARGEST
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,18 @@ class ExportOptions:
     """auto, cpu, cuda or cuda:NUMBER."""
     task: str | None = None
     """module:Class of the run's task, if it is not a built-in one."""
+
+    def __post_init__(self) -> None:
+        check_shards(self.shard_mib)
+
+
+def check_shards(mib: float | None) -> None:
+    """InputError for a size that no file of weights can have."""
+    if mib is not None and not 0 < mib <= LARGEST:
+        raise InputError(
+            f"--shard-mib is {mib:g}: it must be above 0 and at most {LARGEST:g}; leave it out "
+            "for one file."
+        )
 
 
 def export_command(args: list[str]) -> int:

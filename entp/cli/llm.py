@@ -13,6 +13,7 @@ from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from entp.cli.export import check_shards
 from entp.cli.help import part_list
 from entp.cli.parse import HELP, name_of, named_task, parse, part_of
 from entp.errors import InputError, one_of
@@ -109,6 +110,9 @@ class TrimOptions:
     """The new folder."""
     shard_mib: float | None = None
     """Largest file of weights in MiB; no tensor is cut. None: one file."""
+
+    def __post_init__(self) -> None:
+        check_shards(self.shard_mib)
 
 
 OPENAI: dict[str, type] = {

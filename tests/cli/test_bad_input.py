@@ -98,6 +98,10 @@ RUNS = [
     ("generate runs/first --temperature -1", "temperature"),
     ("export runs/first --out runs", "runs exists: give --out a new folder"),
     ("export runs/first --out new --test-sequences 0", "--test-sequences is 0: at least 1"),
+    ("export runs/first --out new --shard-mib nan", r"--shard-mib is nan: it must be above 0"),
+    ("export runs/first --out new --shard-mib inf", r"--shard-mib is inf: .* at most 1e\+12"),
+    ("export runs/first --out new --format hf --shard-mib -1", r"--shard-mib is -1: it must"),
+    ("llm trim runs/first --task count-text --out new --shard-mib nan", "--shard-mib is nan: it"),
     ("export runs/first", "--out"),
 ]
 RECIPES = [

@@ -242,7 +242,10 @@ def time_limit(minutes: float | None) -> Iterator[list[bool]]:
         yield told
         return
     if not 0 < minutes <= MOST_MINUTES:
-        raise InputError(f"--total-minutes is {minutes:g}: it must be above 0.")
+        raise InputError(
+            f"--total-minutes is {minutes:g}: it must be above 0 and at most {MOST_MINUTES:g}; "
+            "leave it out to go on to the end."
+        )
 
     def end() -> None:
         told.append(True)

@@ -112,6 +112,7 @@ RECIPES = [
     ("count3 --tiny --max-minutes ten", "entp: 'ten' is not a number. Expected --max-minutes FL"),
     ("count3 --tiny --max-minutes inf", "--max-minutes is inf: it must be above 0 and at most"),
     ("count3 --tiny --max-minutes nan", "--max-minutes is nan: it must be above 0"),
+    ("count3 --tiny --total-minutes inf", "--total-minutes is inf: it must be above 0 and at most"),
     ("count3 --tiny --only", "--only names no arm: give one or more"),
     ("count3 --tiny --only None", "unknown arm of count3-tiny 'None': allowed are"),
     ("count3 --tiny --jobs 0", "--jobs is 0: it must be at least 1, or auto"),

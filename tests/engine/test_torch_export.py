@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
 import entp
-
-PAGE = Path(__file__).parents[2] / "docs" / "export.md"
 
 
 class InMode(nn.Module):
@@ -42,9 +37,3 @@ def test_values_are_looked_at_where_there_are_some() -> None:
     )
     with pytest.raises(entp.InputError, match="token ids go from 4 to 4"):
         model(torch.tensor([[4]]), mode="decoder")
-
-
-def test_example_of_the_page() -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    (example,) = (block for block in blocks if "torch.export.export" in block)
-    exec(f"import torch\n{example}", {})

@@ -560,7 +560,7 @@ def test_worked_example_runs_as_written(tmp_path: Path, monkeypatch: pytest.Monk
         assert main([*shlex.split(line)[1:], "--device=cpu"]) == 0
     names: dict[str, Any] = {}
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         exec(block, names)
     for found in ("sequences", "best", "answers"):

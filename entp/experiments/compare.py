@@ -85,6 +85,7 @@ def compared_runs(folders: Sequence[Path], metric: str | None = None) -> Record:
         table=Table(cells=(metrics[0].name,), pairs=[(first, other) for other in rest]),
         figures=[Figure("curves", x=axis, y=(metrics[0].name,)) for axis in axes],
         arms=arms,
+        one_test=all(one.run.task.one_test for one in found),
     )
 
 

@@ -338,6 +338,7 @@ class Recipe:
             authors_curves=dict(self.authors_curves),
             arms=arms,
             not_run=dict(self.not_run),
+            one_test=all(arm.run.task.one_test for arm in self.arms),
         )
 
     def tiny(self) -> Recipe:

@@ -481,6 +481,8 @@ class Record(Part):
     baselines: list[BaselineRecord] = []
     not_run: dict[str, str] = {}
     """Parts of the figure that are not run here, and why."""
+    one_test: bool = False
+    """Whether runs of all seeds are tested on the same sequences, those of a file."""
 
     def metric(self, name: str) -> MetricSpec:
         return next(metric for metric in self.metrics if metric.name == name)

@@ -25,7 +25,6 @@ from entp.results.schema import (
     TotalsData,
 )
 from entp.stats import t_interval
-from entp.tasks.base import TASKS, task_class
 from entp.tasks.metrics import Sums, Totals
 
 SOURCES: dict[Source, str] = {
@@ -90,7 +89,7 @@ def estimate(
     """A metric on test sequences; None where it was not measured."""
     totals = totals_of(record, arm, source)
     sums = [t.all[metric] for t in totals if metric in t.all]
-    found = _estimate(record.metric(metric), sums, _have_one_test(arm))
+    found = _estimate(record.metric(metric), sums, record.one_test)
     return _resampled(found, arm, source, metric)
 
 
@@ -102,7 +101,7 @@ def sliced(
     for totals in totals_of(record, arm, source):
         for key, sums in totals.slices.get(metric, {}).get(by, {}).items():
             bins.setdefault(key, []).append(sums)
-    spec, same = record.metric(metric), _have_one_test(arm)
+    spec, same = record.metric(metric), record.one_test
     found = {
         key: _resampled(_estimate(spec, sums, same), arm, source, metric, by, key)
         for key, sums in bins.items()
@@ -127,13 +126,6 @@ def _resampled(
         return found
     basis = BOOTSTRAP.format(100 * bootstrap.level)
     return found.model_copy(update={"interval": ends, "basis": basis})
-
-
-def _have_one_test(arm: ArmRecord) -> bool:
-    """Whether the seeds of an arm are tested on the same sequences. Of a task of one's own, whose
-    code is not run for this, nobody knows."""
-    names = {run.config["task"]["name"] for run in arm.runs}
-    return all(name in TASKS and task_class(name).one_test for name in names)
 
 
 def _estimate(metric: MetricSpec, seeds: list[Sums], same: bool) -> Estimate | None:

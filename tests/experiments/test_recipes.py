@@ -229,6 +229,13 @@ def test_same_runs_are_named_once_and_not_for_every_seed() -> None:
     assert str(told.value) == ("y, seed 0 and x, seed 0 are the same run: leave one of them out.")
 
 
+def test_record_says_whether_all_seeds_have_one_test() -> None:
+    """Those of a file do; sums are drawn anew for each seed."""
+    found = {name: find_recipe(name).record().one_test for name in ("openwebtext", "clutrr")}
+    assert all(found.values())
+    assert not find_recipe("addition-samples").record().one_test
+
+
 def test_arm_of_another_arm() -> None:
     """With more seeds, another run or another factor, as a recipe that attacks another needs it."""
     first = find_recipe("addition-samples").arms[0]

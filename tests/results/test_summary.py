@@ -85,20 +85,17 @@ def test_seeds_that_agree_know_no_more_than_their_sequences() -> None:
 def test_seeds_that_are_tested_on_one_file_know_no_more_than_one_of_them() -> None:
     """100 items, of which every seed has about half right, are not 300."""
 
-    def interval(task: str) -> list[float] | None:
-        config = {"task": {"name": task}, "mode": "entp", "batch_size": 8}
-        runs = [run_record(seed, right, config=config) for seed, right in enumerate((45, 46, 47))]
-        record = make_record({"a": arm_record(runs=runs)})
+    def interval(one_test: bool) -> list[float] | None:
+        runs = [run_record(seed, right) for seed, right in enumerate((45, 46, 47))]
+        record = make_record({"a": arm_record(runs=runs)}, one_test=one_test)
         found = estimate(record, record.arms["a"], "exact_match")
         assert found is not None
         bins = sliced(record, record.arms["a"], "token_accuracy", "length")
         assert bins["1"].interval == found.interval
         return found.interval
 
-    for task in ("text", "clutrr", "winogrande"):
-        assert interval(task) == pytest.approx(wilson(46, 100))
-    assert interval("count3") == pytest.approx(wilson(138, 300))
-    assert interval("a.module:Own") == pytest.approx(wilson(138, 300))
+    assert interval(True) == pytest.approx(wilson(46, 100))
+    assert interval(False) == pytest.approx(wilson(138, 300))
 
 
 def test_interval_of_a_fraction_stays_inside_0_and_1() -> None:

@@ -20,7 +20,7 @@ class StateOptions:
     """Show how far every recipe is: runs recorded, minutes left on an H200, and the verdict."""
 
     records: Path = Path("results")
-    """Folder with the records, RECIPE.json."""
+    """Folder with the records, RECIPE.json; without one here nothing is recorded yet."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _show_state(options: StateOptions) -> int:
     from entp.experiments.whole import STATE_HEAD, every_recipe, state_rows
     from entp.terminal import format_table
 
-    if not options.records.is_dir():
+    if not options.records.is_dir() and options != StateOptions():
         raise InputError(
             f"--records {options.records} is no folder: give the one with RECIPE.json."
         )

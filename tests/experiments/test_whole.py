@@ -208,6 +208,9 @@ def test_state_is_shown_without_a_name(
     assert lines[2].split()[:5] == ["first", "beyond", "0", "of", "2"]
     assert main(["reproduce", "--records", str(tmp_path / "none")]) == 2
     assert "is no folder" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)  # without results/, as where entp is installed
+    assert main(["reproduce"]) == 0
+    assert capsys.readouterr().out.splitlines()[:3] == lines[:3]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,8 +20,15 @@ def find_named(what: str, name: str, known: Mapping[str, str], form: str) -> Any
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
-        told = str(error).rstrip(".")
+        told = _where(error) + str(error).rstrip(".")
         stop = "" if told.endswith("?") else "."
         raise InputError(
             f"{what} {name!r} cannot be imported: {told}{stop} Give {form}, importable from here."
         ) from None
+
+
+def _where(error: Exception) -> str:
+    """The line of one's own module that raised it; "" if it was the import of that."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [one for one in frames if "importlib" not in one.filename]
+    return f"{own[-1].filename}, line {own[-1].lineno}: " if own else ""

@@ -25,3 +25,11 @@ def test_error_of_ones_own_module_ends_with_one_stop(
     with pytest.raises(InputError) as error:
         find_named("recipe", "entp_test_own:MINE", {}, "module:NAME")
     assert f"{told} module:NAME, importable from here." in str(error.value)
+    assert f"cannot be imported: {tmp_path / 'entp_test_own.py'}, line 1: " in str(error.value)
+
+
+def test_module_that_is_not_there_has_no_line() -> None:
+    with pytest.raises(InputError, match="cannot be imported: No module named 'no_such_module'"):
+        find_named("recipe", "no_such_module:MINE", {}, "module:NAME")
+    with pytest.raises(InputError, match="cannot be imported: module 'math' has no attribute"):
+        find_named("recipe", "math:MINE", {}, "module:NAME")

@@ -51,6 +51,8 @@ class RunBeginning(NamedTuple):
     tokenizer: str
     config: dict[str, Any]
     """The whole configuration."""
+    folder: Path
+    """With the run's tokenizer."""
 
     def own_task(self, kind: type[Task]) -> Task | None:
         """The run's task if it is of this kind."""
@@ -65,8 +67,10 @@ class RunBeginning(NamedTuple):
         own = {"tokenizer": self.tokenizer, "block": self.model.context_length}
         stored = self.config.get("task")
         if isinstance(stored, dict) and "end" in stored:  # a pretrained model's tokens
-            own |= {"end": stored["end"], "vocab": self.model.vocab}
-        return _made(kind, own)
+            own |= {name: stored[name] for name in ("end", "tokenizer") if name in stored}
+            own |= {"vocab": self.model.vocab}
+        found = _made(kind, own)
+        return None if found is None else found.with_tokenizer(self.folder)
 
     def model_for(self, task: Task, options: Any, changes: dict[str, Any]) -> AnyModelConfig:
         needs = task.model_needs()
@@ -154,7 +158,10 @@ def read_beginning(folder: Path) -> Beginning:
     if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
         raise InputError(f"{path} describes no model: {ACCEPTED}.")
     model = model_from_json(data, str(path))
-    return RunBeginning(model, data.get("mode", "entp"), any_tokenizer_of_run(folder), data)
+    tokenizer = any_tokenizer_of_run(folder)
+    return RunBeginning(
+        model, data.get("mode", "entp"), tokenizer, data, look_into(folder) or folder
+    )
 
 
 def read_weights(source: Path, task: Task, model: AnyModelConfig) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from entp.cli.parse import HELP, parse, part_of
 from entp.errors import InputError
@@ -17,8 +16,9 @@ class PrepareOptions:
     """Make a corpus of text: pydoc, openwebtext, a name below ENTP_DATA, or text files and folders
     of them."""
 
-    tokenizer: Literal["bytes", "bpe", "gpt2"] = "bytes"
-    """bytes; bpe, trained on the corpus; or gpt2, from its files."""
+    tokenizer: str = "bytes"
+    """bytes; bpe, trained on the corpus; gpt2, from its files; or a folder with a tokenizer.json,
+    such as a pretrained model's."""
     vocab: int = 16384
     """For bpe: the number of tokens."""
     gpt2: Path | None = None

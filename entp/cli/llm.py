@@ -176,7 +176,7 @@ def _trim(words: list[str]) -> int:
     need_transformers()
     from entp.hf.trimming import trim
 
-    task = options.task.with_data(None).for_model(folder)
+    task = options.task.for_model(folder).with_data(None)
     found = trim(folder, task, options.out, options.shard_mib)
     print(
         f"{options.out}: {len(found.rows.ids):,} of {found.vocab:,} tokens, {found.size / 1e6:.1f} "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from entp.data.manifest import MANIFEST, manifest_hash, read_manifest
 from entp.data.places import add_place, cache_folder, corpus_folders, find_file, is_hash, places
@@ -13,8 +14,8 @@ from entp.data.settings import cache_name, settings_for
 from entp.data.shards import Corpus, open_corpus
 from entp.data.sources import SUFFIXES, Files, Pydoc, Source, is_text, openwebtext, stem, text_files
 from entp.data.splits import Fractions
-from entp.data.tokenizers import KINDS, Tokenizer, check_vocab, gpt2_tokenizer
-from entp.errors import InputError, one_of
+from entp.data.tokenizers import Tokenizer, check_vocab, gpt2_tokenizer, tokenizer_at
+from entp.errors import InputError
 
 SHARD_TOKENS = 100_000_000
 NAMES = {"pydoc": Fractions(0.05, 0.05), "openwebtext": Fractions(0.0005, 0.0005)}
@@ -28,7 +29,7 @@ def prepare(
     source: str | Path | Sequence[str | Path],
     out: Path | None = None,
     *,
-    tokenizer: str = "bytes",
+    tokenizer: str | Tokenizer = "bytes",
     vocab: int = 16384,
     valid: float | None = None,
     test: float | None = None,
@@ -42,35 +43,35 @@ def prepare(
 
     source: pydoc, openwebtext, a name below a place, or text files and folders of them.
     out: None for a folder of the cache.
-    tokenizer: bytes; bpe, trained on the corpus with `vocab` tokens; or gpt2, from the files in
-    the folder `gpt2`.
+    tokenizer: bytes; bpe, trained on the corpus with `vocab` tokens; gpt2, from the files in the
+    folder `gpt2`; a folder with a tokenizer.json; or a tokenizer at hand.
     valid, test: fractions of the documents.
     """
-    if tokenizer not in KINDS:
-        raise one_of("tokenizer", tokenizer, KINDS)
     if tokenizer == "bpe":
         check_vocab(vocab)
+    if isinstance(tokenizer, Tokenizer) and tokenizer.kind == "bytes":
+        tokenizer = "bytes"
+    given = _given(tokenizer, gpt2)
+    kind = str(tokenizer) if given is None else given.kind
     found = _source(source)
     usual = NAMES.get(source, FRACTIONS) if isinstance(source, str) else FRACTIONS
     fractions = Fractions(
         usual.valid if valid is None else valid, usual.test if test is None else test
     )
     fractions.check()
-    given = _gpt2(gpt2) if tokenizer == "gpt2" else None
-    settings = settings_for(found, tokenizer, vocab, given, fractions, shard_tokens)
+    settings = settings_for(found, kind, vocab, given, fractions, shard_tokens)
     label = name or found.name
-    folder = out or cache_folder() / cache_name(label, tokenizer, settings)
+    folder = out or cache_folder() / cache_name(label, kind, settings)
     work = Preparation(folder, label, found, fractions, settings, given, save_seconds, quiet)
     return work.run()
 
 
-def resolve(
-    data: str, *, tokenizer: str | None = None, vocab: int = 16384, gpt2: Path | None = None
-) -> Corpus:
+def resolve(data: str, tokenizer: Tokenizer | None = None) -> Corpus:
     """The corpus that --data means: a prepared folder, a hash, text files, or a name.
 
-    Text that is not prepared yet is prepared into the cache, with bytes unless another tokenizer is
-    asked for. The corpus can then be found by its hash, also in processes that this one starts.
+    Text that is not prepared yet is prepared into the cache, with bytes unless a tokenizer is
+    given; of prepared corpora of one name, that with this tokenizer is meant. The corpus can then
+    be found by its hash, also in processes that this one starts.
     """
     folder = _prepared(data, tokenizer)
     if folder is None and data == "openwebtext":
@@ -79,21 +80,15 @@ def resolve(
             "openwebtext --tokenizer gpt2."
         )
     if folder is None:
-        folder = prepare(data, tokenizer=tokenizer or "bytes", vocab=vocab, gpt2=gpt2)
+        folder = prepare(data, tokenizer=tokenizer or "bytes")
     folder = folder.absolute()
     corpus = open_corpus(folder)
-    kind = corpus.manifest["tokenizer"]["kind"]
-    if tokenizer not in (None, kind):
-        raise InputError(
-            f"{folder} is prepared with the tokenizer {kind}, not {tokenizer}: leave the tokenizer "
-            "out, or give the text itself."
-        )
     if not any(folder == place or folder.parent == place for place in places()):
         add_place(folder)
     return corpus
 
 
-def _prepared(data: str, tokenizer: str | None) -> Path | None:
+def _prepared(data: str, tokenizer: Tokenizer | None) -> Path | None:
     """The prepared corpus that is meant: by its folder, its hash or its name; None if none is."""
     if (Path(data) / MANIFEST).is_file():
         return Path(data)
@@ -106,12 +101,29 @@ def _prepared(data: str, tokenizer: str | None) -> Path | None:
         with contextlib.suppress(InputError):
             manifest = read_manifest(folder)
             if data in (manifest["name"], folder.name):
-                named[manifest_hash(manifest)] = (folder, manifest["tokenizer"]["kind"])
-    fitting = {key: pair for key, pair in named.items() if tokenizer in (None, pair[1])}
-    if len(fitting) > 1:
-        choices = ", ".join(f"{key} ({pair[1]})" for key, pair in fitting.items())
+                named[manifest_hash(manifest)] = (folder, manifest["tokenizer"])
+    if tokenizer is not None:
+        own = (tokenizer.kind, tokenizer.sha256)
+        fits = {key: one for key, one in named.items() if _is(one[1]) == own}
+        named = fits if fits or _is_text(data) else named
+    if len(named) > 1:
+        choices = ", ".join(f"{key} ({told['kind']})" for key, (_, told) in named.items())
         raise InputError(f"several corpora are called {data}: say which by its hash, {choices}.")
-    return next((pair[0] for pair in fitting.values()), None)
+    return next((folder for folder, _ in named.values()), None)
+
+
+def _is(told: dict[str, Any]) -> tuple[str, str | None]:
+    """What a manifest says that tells a tokenizer from others."""
+    return told["kind"], told.get("sha256")
+
+
+def _is_text(name: str) -> bool:
+    """Whether there is a text of this name, which can be prepared."""
+    try:
+        _path_of(name)
+    except InputError:
+        return False
+    return True
 
 
 def _source(source: str | Path | Sequence[str | Path]) -> Source:
@@ -146,5 +158,13 @@ def _path_of(name: str) -> Path:
     )
 
 
-def _gpt2(folder: Path | None) -> Tokenizer:
-    return gpt2_tokenizer(folder or find_file("gpt2_bpe/encoder.json").parent)
+def _given(tokenizer: str | Tokenizer, gpt2: Path | None) -> Tokenizer | None:
+    """The tokenizer that is there before the text is read; None for bytes and for one that is
+    learned from the text."""
+    if tokenizer in ("bytes", "bpe"):
+        return None
+    if tokenizer == "gpt2":
+        return gpt2_tokenizer(gpt2 or find_file("gpt2_bpe/encoder.json").parent)
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    return tokenizer_at(Path(tokenizer).expanduser())

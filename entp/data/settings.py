@@ -31,7 +31,7 @@ def settings_for(
         "version": VERSION,
         "sources": source.described(),
         "tokenizer": {"kind": kind, "sha256": given.sha256 if given else None},
-        "vocab": vocab if kind == "bpe" else None,
+        "vocab": vocab if kind == "bpe" and given is None else None,
         "fractions": as_settings(fractions),
         "shard_tokens": shard_tokens,
     }
@@ -39,13 +39,13 @@ def settings_for(
 
 def settings_of(manifest: Manifest) -> Settings:
     """The settings that a finished corpus was prepared with."""
-    about = manifest["tokenizer"]
-    given = about["sha256"] if about["kind"] == "gpt2" else None
+    about, others = manifest["tokenizer"], manifest.get("settings", {})
+    learned = about["kind"] == "bpe" and others.get("vocab") is not None
     return {
         "version": manifest["version"],
         "sources": manifest["sources"],
-        "tokenizer": {"kind": about["kind"], "sha256": given},
-        **manifest.get("settings", {}),
+        "tokenizer": {"kind": about["kind"], "sha256": None if learned else about["sha256"]},
+        **others,
     }
 
 

@@ -1,8 +1,8 @@
-"""Text to tokens and back: bytes, or byte-level BPE such as GPT-2's.
+"""Text to tokens and back: bytes, or byte-level BPE, such as GPT-2's or a pretrained model's.
 
-Every token but the end token stands for some bytes, so any text can be encoded, and bits per byte
-are exact. The end token is never read out of a text: it only follows documents. Only encoding with
-BPE needs the `tokenizers` library.
+Every token but the special ones stands for some bytes, so bits per byte are exact. Special tokens
+are never read out of a text: the end token only follows documents. Only encoding with BPE needs the
+`tokenizers` library.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from typing import Any
 import numpy as np
 
 from entp.data.manifest import MANIFEST, read_manifest
+from entp.data.vocabulary import END, read_vocabulary
 from entp.data.words import WordEncoder
 from entp.errors import InputError, one_of
 from entp.files import json_bytes, parse_json
 
-END = "<|endoftext|>"
 TOKENIZER = "tokenizer.json"
-KINDS = ("bytes", "bpe", "gpt2")
+MADE = ("bytes", "bpe", "gpt2")
+"""Tokenizers that are made here, or from GPT-2's own files."""
+KINDS = (*MADE, "pretrained")
 GPT2_VOCAB = 50257
 SMALLEST_BPE = 257
 """Every byte, and the end token."""
 MUCH_TEXT = 100_000
 """Bytes from which on words are looked up."""
-GPT2_CUT = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+PROBE = "a b  Bé\n\n\t x12345 don't\u00a0漢字!?  "
+"""What a tokenizer must give back as it is."""
 
 
 class Tokenizer:
@@ -100,17 +103,44 @@ class BpeTokenizer(Tokenizer):
 
     def __init__(self, file: bytes, where: str = TOKENIZER) -> None:
         self._file, self._where = file, where
-        self._tokens = _vocabulary(file, where)
-        self.vocab = len(self._tokens)
-        self.end = self._tokens[END]
-        is_gpt2 = (self.vocab, self.end) == (GPT2_VOCAB, GPT2_VOCAB - 1)
-        self.kind = "gpt2" if is_gpt2 else "bpe"
+        self._known = read_vocabulary(file, where)
+        self.vocab, self.end = self._known.size, self._known.end
+        if self._known.is_plain and (self.vocab, self.end) == (GPT2_VOCAB, GPT2_VOCAB - 1):
+            self.kind = "gpt2"
+        else:
+            self.kind = "bpe" if self._known.is_plain else "pretrained"
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
         data = [_utf8(text) for text in texts]
-        if self._words is None or sum(map(len, data)) < MUCH_TEXT:
-            return [np.array(ids, dtype=np.int32) for ids in self._encode(texts)]
-        return self._words.encode(data)
+        self._check_bytes(data)
+        if self._words is not None and sum(map(len, data)) >= MUCH_TEXT:
+            return self._words.encode(data)
+        found = [np.array(ids, dtype=np.int32) for ids in self._encode(texts)]
+        self._check_whole(data, found)
+        return found
+
+    def _check_bytes(self, data: list[bytes]) -> None:
+        """InputError for a byte that is no token, and that no other token has."""
+        if not self._known.missing:
+            return
+        there = self._known.there
+        strange = next(filter(None, (text.translate(None, there) for text in data)), None)
+        if strange is not None:
+            raise InputError(
+                f"the text has the byte 0x{strange[0]:02x}, for which the tokenizer of "
+                f"{self._where} has no token: leave such characters out of the text."
+            )
+
+    def _check_whole(self, data: list[bytes], found: list[np.ndarray]) -> None:
+        """InputError where tokens do not stand for all bytes of their text."""
+        sizes = self._sizes
+        for text, tokens in zip(data, found, strict=True):
+            if sizes[tokens].sum() != len(text):
+                start = text[:40].decode("utf-8", "replace")
+                raise InputError(
+                    f"the tokenizer of {self._where} does not keep all bytes of the text that "
+                    f"begins with {start!r}: it cuts something off, or replaces it."
+                )
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         found = self._library.encode_batch_fast(texts, add_special_tokens=False)
@@ -119,18 +149,15 @@ class BpeTokenizer(Tokenizer):
     @cached_property
     def _words(self) -> WordEncoder | None:
         """The faster way to the same tokens, where text is cut as GPT-2 does."""
-        if not _cuts_as_gpt2(parse_json(self._file)):
-            return None
-        return WordEncoder(self._encode, self.token_bytes())
+        return WordEncoder(self._encode, self._sizes) if self._known.cuts_as_gpt2 else None
+
+    @cached_property
+    def _sizes(self) -> np.ndarray:
+        return self.token_bytes()
 
     @cached_property
     def pieces(self) -> list[bytes]:
-        alphabet = _byte_alphabet()
-        found = [b""] * self.vocab
-        for text, token in self._tokens.items():
-            if token != self.end:
-                found[token] = bytes(alphabet[character] for character in text)
-        return found
+        return self._known.pieces()
 
     def file(self) -> bytes:
         return self._file
@@ -138,13 +165,11 @@ class BpeTokenizer(Tokenizer):
     @cached_property
     def sha256(self) -> str:
         """Of what decides how text is cut: versions of the library write the rest differently."""
-        merges = parse_json(self._file)["model"].get("merges", [])
-        pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
-        return hashlib.sha256(json_bytes([sorted(self._tokens.items()), pairs])).hexdigest()
+        return hashlib.sha256(json_bytes(self._known.identity())).hexdigest()
 
     @cached_property
     def _library(self) -> Any:
-        """The library's tokenizer, which takes the end token's name for ordinary text."""
+        """The library's tokenizer, which takes the names of special tokens for ordinary text."""
         library = load_library()
         try:
             found = library.Tokenizer.from_str(self._file.decode())
@@ -152,7 +177,21 @@ class BpeTokenizer(Tokenizer):
             raise InputError(
                 f"{self._where} cannot be read by tokenizers {library.__version__} ({error})."
             ) from None
+        found.no_truncation()
+        found.no_padding()
         found.encode_special_tokens = True
+        for one in self._known.added:
+            if found.token_to_id(one.text) != one.number:
+                raise InputError(
+                    f"{self._where} numbers {one.text!r} as {one.number}, and tokenizers "
+                    f"{library.__version__} as {found.token_to_id(one.text)}: its tokens have gaps."
+                )
+        text = PROBE.encode().translate(None, bytes(self._known.missing)).decode("utf-8", "ignore")
+        if self.decode_bytes(found.encode(text, add_special_tokens=False).ids) != text.encode():
+            raise InputError(
+                f"{self._where} changes texts: {text!r} does not come back from its tokens. "
+                "Allowed are tokenizers whose tokens stand for the bytes of the text."
+            )
         return found
 
 
@@ -164,6 +203,17 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     if (folder / MANIFEST).is_file():
         _check_fits(found, read_manifest(folder)["tokenizer"], folder)
     return found
+
+
+def tokenizer_at(place: Path) -> Tokenizer:
+    """The tokenizer of a folder with a tokenizer.json, or of such a file."""
+    path = place / TOKENIZER if place.is_dir() else place
+    if not path.is_file():
+        raise InputError(
+            f"there is no tokenizer {str(place)!r}: allowed are {', '.join(MADE)}, or a folder "
+            f"with a {TOKENIZER}, such as that of a pretrained model, a corpus or a run."
+        )
+    return BpeTokenizer(path.read_bytes(), str(path))
 
 
 def gpt2_tokenizer(folder: Path) -> Tokenizer:
@@ -238,47 +288,6 @@ def load_library() -> Any:
             "BPE needs the tokenizers library: pip install 'entp[text]', or use bytes."
         ) from None
     return tokenizers
-
-
-def _vocabulary(file: bytes, where: str) -> dict[str, int]:
-    """The tokens of a tokenizer.json, which must be byte-level BPE with an end token."""
-    try:
-        data = parse_json(file)
-        if data["model"]["type"] != "BPE":
-            raise InputError(f"{where} is {data['model']['type']}: allowed is byte-level BPE.")
-        tokens = dict(data["model"]["vocab"])
-        added = {one["content"]: one["id"] for one in data["added_tokens"]}
-        tokens.update(added)
-        numbers = sorted(tokens.values())
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{where} is not a file of the tokenizers library ({error!r}).") from None
-    foreign = set("".join(token for token in tokens if token != END)) - set(_byte_alphabet())
-    if foreign or set(added) - {END} or END not in tokens or numbers != list(range(len(numbers))):
-        raise InputError(
-            f"{where} is not byte-level BPE with the token {END} and no other special token: make "
-            "one by `entp data prepare --tokenizer bpe`."
-        )
-    return tokens
-
-
-def _cuts_as_gpt2(file: dict[str, Any]) -> bool:
-    """Whether text is cut by GPT-2's regular expression, and nothing but BPE happens to words."""
-    cut = dict(file.get("pre_tokenizer") or {})
-    cut.pop("trim_offsets", None)  # of places in the text, which nobody asks for
-    others = [file.get(name) for name in ("normalizer", "truncation", "padding")]
-    model = file["model"]
-    others += [model.get(name) for name in ("dropout", "continuing_subword_prefix")]
-    return cut == GPT2_CUT and not any(others) and not model.get("end_of_word_suffix")
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's character for each byte: itself if it can be printed, else one from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    found = {chr(byte): byte for byte in printable}
-    return found | {chr(256 + at): byte for at, byte in enumerate(others)}
 
 
 def _check_fits(tokenizer: Tokenizer, told: dict[str, Any], folder: Path) -> None:

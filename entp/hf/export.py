@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from entp.config import MODES, ModelConfig, PretrainedConfig, Run, refresh_of
-from entp.data.tokenizers import END, TOKENIZER, ByteTokenizer, _byte_alphabet
+from entp.data.tokenizers import TOKENIZER, ByteTokenizer
+from entp.data.vocabulary import BYTE_OF, END
 from entp.errors import InputError
 from entp.files import json_bytes, write_folder
 from entp.hf import export_pretrained
@@ -305,7 +306,7 @@ def _byte_tokenizer() -> bytes:
     """A tokenizer.json with a token for each byte and the end token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    found = Tokenizer(models.BPE(vocab=_byte_alphabet(), merges=[]))
+    found = Tokenizer(models.BPE(vocab=BYTE_OF, merges=[]))
     found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     found.decoder = decoders.ByteLevel()
     found.add_special_tokens([AddedToken(END, special=True)])

@@ -159,6 +159,10 @@ class Task:
     def for_model(self, folder: Path) -> Self:
         """The task as the pretrained model in this folder reads it, with its tokens where the task
         is text."""
+        return self.with_tokenizer(folder)
+
+    def with_tokenizer(self, folder: Path) -> Self:
+        """A task on text that has no tokenizer yet, with that of a run or of a pretrained model."""
         return self
 
     def files(self) -> dict[str, bytes]:

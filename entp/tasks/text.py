@@ -7,6 +7,7 @@ first one reads the end token before the split's first token.
 
     task = Text().with_data("pydoc")        # or the hash of a corpus, a folder, a file of text
     task.batch(seed=0, split="valid", step=0, size=32)
+    Text().with_tokenizer(Path("gpt2")).with_data("notes.txt")       # by the tokenizer of a folder
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from entp.data.places import add_place, corpora_below, places
 from entp.data.prepare import resolve
 from entp.data.shards import Corpus, TokenStream, open_corpus
 from entp.data.sources import is_text
-from entp.data.tokenizers import Tokenizer, read_tokenizer
+from entp.data.tokenizers import TOKENIZER, Tokenizer, read_tokenizer, tokenizer_at
 from entp.errors import InputError
 from entp.fields import check_numbers, choice_problems, raise_problems
 from entp.files import json_bytes, parse_json
@@ -107,7 +108,8 @@ class Text(Task):
         return ("seen",)
 
     def with_data(self, data: str | None) -> Text:
-        """On another corpus only one with the same tokenizer is taken."""
+        """On another corpus only one with the same tokenizer is taken; a text that is not prepared
+        yet is prepared with it."""
         found = self._named(data)
         if self.corpus and found.hash != self.corpus:
             self._check_tokenizer(found)
@@ -119,8 +121,27 @@ class Text(Task):
             return open_corpus(self.corpus) if self.corpus else resolve(DEFAULT)
         folder = Path(data)
         if not self.corpus or not folder.is_dir() or (folder / MANIFEST).is_file():
-            return resolve(data)
+            return resolve(data, self._own_tokenizer())
         return self._below(folder)
+
+    def with_tokenizer(self, folder: Path) -> Text:
+        """On the default corpus, until `with_data` names another; unchanged where the folder has no
+        tokenizer whose tokens stand for bytes."""
+        if self.corpus or not (folder / TOKENIZER).is_file():
+            return self
+        try:
+            own = tokenizer_at(folder)
+        except InputError:
+            return self
+        found = resolve(DEFAULT, own)
+        return replace(self, corpus=found.hash, vocab=_model_vocab(found))
+
+    def _own_tokenizer(self) -> Tokenizer | None:
+        """That of the task's corpus, if there is one at hand."""
+        try:
+            return _tokenizer(self.corpus) if self.corpus else None
+        except InputError:
+            return None
 
     def _below(self, folder: Path) -> Corpus:
         """The task's own corpus in a folder that is none itself, or the text in it."""
@@ -129,7 +150,7 @@ class Text(Task):
             add_place(folder)
             return open_corpus(there[self.corpus])
         if not there and any(is_text(path) for path in folder.iterdir()):
-            return resolve(str(folder))
+            return resolve(str(folder), self._own_tokenizer())
         others = ", ".join(path.name for path in there.values()) or "none"
         raise InputError(
             f"{folder} is no prepared corpus, and of those directly below it ({others}) none is "
@@ -156,7 +177,7 @@ class Text(Task):
         """The manifest, which says what was read, and the tokenizer."""
         found = {MANIFEST_COPY: json_bytes(_manifest(self.corpus))}
         file = self.tokenizer.file()
-        return found if file is None else {**found, "tokenizer.json": file}
+        return found if file is None else {**found, TOKENIZER: file}
 
     @property
     def tokenizer(self) -> Tokenizer:

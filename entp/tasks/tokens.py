@@ -1,7 +1,8 @@
 """Tokenizers by name, for tasks on text that a run which read other text is measured on.
 
-A name is "bytes", "gpt2", or the first 16 digits of the checksum of a tokenizer.json. A task stores
-the name and never a path: the file is searched in the places of the data.
+A name is "bytes", "gpt2", or the first 16 digits of the checksum of a tokenizer.json: of what
+decides how it cuts text, or of the whole file. A task stores the name and never a path: the file is
+searched in the places of the data.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def find_tokenizer(name: str) -> Tokenizer:
     if name == "gpt2":
         return _find_gpt2()
     for found in _tokenizers():
-        if tokenizer_name(found) == name:
+        if name in (tokenizer_name(found), file_name(found.file() or b"")):
             return found
     raise InputError(
         f"the tokenizer {name} is not found: no {TOKENIZER} with this sha256 is in "

@@ -286,7 +286,14 @@ def test_bpe_run_and_its_export_keep_the_tokenizer(
         assert config["model"]["vocab"] == config["task"]["vocab"] == 280
     words = ("--prompt", "the naïve cat", "--max-new-tokens=4")
     assert read(capsys, "generate", "small", *words)[0].startswith("the naïve cat")
-    err = refused(capsys, "evaluate", "bpe", "--data=notes.txt")
+    Path("more.txt").write_text("The naïve cat sat. " * 300)
+    assert "bits_per_byte" in read(capsys, "evaluate", "bpe", "--data=more.txt")[0]
+    more = ("--data=more.txt", TINY[0], *TINY[4:], "--steps=5")
+    read(capsys, "train", "text", "--init=bpe", *more, "--out=longer")
+    tokenizers = [(folder / name / "tokenizer.json").read_bytes() for name in ("bpe", "longer")]
+    assert tokenizers[0] == tokenizers[1]
+    read(capsys, "data", "prepare", "more.txt", "--out=in-bytes")
+    err = refused(capsys, "evaluate", "bpe", "--data=in-bytes")
     assert "another tokenizer" in err
 
 

@@ -277,7 +277,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
 
 
 def test_unknown_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="unknown tokenizer 'byte': allowed are bytes, bpe, gpt2"):
+    with pytest.raises(InputError, match="no tokenizer 'byte': allowed are bytes, bpe, gpt2, or"):
         prepare("pydoc", tmp_path, tokenizer="byte")
     with pytest.raises(InputError, match=r"gpt2_bpe/encoder\.json is not in .*ENTP_DATA"):
         prepare("pydoc", tmp_path, tokenizer="gpt2")
@@ -320,8 +320,8 @@ def test_data_may_be_a_folder_a_hash_or_text(
     code = f"from entp.data.shards import open_corpus; print(open_corpus({corpus.hash!r}).folder)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
     assert done.stdout == f"{out}\n"
-    with pytest.raises(InputError, match="away is prepared with the tokenizer bpe, not bytes"):
-        resolve("away", tokenizer="bytes")
+    other = resolve("away", corpus.tokenizer)
+    assert other is corpus
 
 
 def test_data_may_be_a_name_below_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,12 +333,31 @@ def test_data_may_be_a_name_below_a_place(tmp_path: Path, monkeypatch: pytest.Mo
     first = resolve("stories")
     assert first.name == "stories"
     assert resolve("stories") is first
-    second = resolve("stories", tokenizer="bpe", vocab=300)
+    second = open_corpus(prepare("stories", tokenizer="bpe", vocab=300, quiet=True))
     assert second.manifest["tokenizer"]["kind"] == "bpe"
-    assert resolve("stories", tokenizer="bytes") is first
+    assert resolve("stories", second.tokenizer) is second
+    assert resolve("stories", first.tokenizer) is first
     with pytest.raises(InputError, match=f"several corpora are called stories.*{second.hash}"):
         resolve("stories")
     assert resolve(second.folder.name) is second
+
+
+def test_text_is_prepared_with_the_tokenizer_of_a_folder(tmp_path: Path, cache: Path) -> None:
+    """The same tokens as where it was learned, found again, and told from a learned one."""
+    text = write_jsonl(tmp_path / "a.jsonl", documents(30))
+    learned = prepare([text], tmp_path / "one", tokenizer="bpe", vocab=300, quiet=True)
+    again = prepare([text], tokenizer=str(learned), quiet=True)
+    assert again.parent == cache
+    assert again == prepare([text], tokenizer=str(learned / "tokenizer.json"), quiet=True)
+    one, other = open_corpus(learned), open_corpus(again)
+    assert one.hash != other.hash  # what decides the tokens differs
+    for split in ("train", "valid", "test"):
+        assert whole(one, split) == whole(other, split)
+    text = write_jsonl(tmp_path / "b.jsonl", documents(9, seed=1))
+    third = resolve(str(text), one.tokenizer)
+    assert third.manifest["tokenizer"] == one.manifest["tokenizer"]
+    with pytest.raises(InputError, match="holds a corpus with other sources and tokenizer"):
+        prepare([text], again, tokenizer="bytes", quiet=True)
 
 
 def test_two_names_make_one_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

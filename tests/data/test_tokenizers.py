@@ -11,22 +11,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from small_texts import REAL, documents, needs_real_data
 
 from entp.data.prepare import prepare
 from entp.data.tokenizers import (
-    END,
     TOKENIZER,
     BpeTokenizer,
     ByteTokenizer,
     Tokenizer,
-    _byte_alphabet,
     gpt2_tokenizer,
     read_tokenizer,
     train_bpe,
 )
+from entp.data.vocabulary import BYTE_OF, END
 from entp.errors import InputError
 
 
@@ -62,7 +62,7 @@ def test_end_token_is_never_read_out_of_a_text(kind: str) -> None:
 
 def merged(word: str, ranks: dict[tuple[str, str], int]) -> list[str]:
     """BPE by its definition: join the pair that was learned first, until none is left."""
-    letters = {byte: letter for letter, byte in _byte_alphabet().items()}
+    letters = {byte: letter for letter, byte in BYTE_OF.items()}
     parts = [letters[byte] for byte in word.encode()]
     while len(parts) > 1:
         pairs = list(pairwise(parts))
@@ -120,7 +120,7 @@ def test_incomplete_characters_are_decoded_as_bytes() -> None:
 
 def gpt2_like(folder: Path, merges: int = 50_000) -> Path:
     """Files of GPT-2's size: every pair of bytes is a merge, in order, until there are enough."""
-    letters = list(_byte_alphabet())
+    letters = list(BYTE_OF)
     pairs = [(a, b) for a in letters for b in letters][:merges]
     tokens = [*letters, *(a + b for a, b in pairs), END]
     (folder / "encoder.json").write_text(json.dumps({t: i for i, t in enumerate(tokens)}))
@@ -132,7 +132,7 @@ def gpt2_like(folder: Path, merges: int = 50_000) -> Path:
 def test_gpt2_is_read_from_its_two_files(tmp_path: Path) -> None:
     tokenizer = gpt2_tokenizer(gpt2_like(tmp_path))
     assert (tokenizer.kind, tokenizer.vocab, tokenizer.end) == ("gpt2", 50257, 50256)
-    letters = list(_byte_alphabet())
+    letters = list(BYTE_OF)
     tokens = json.loads((tmp_path / "encoder.json").read_text())
     assert tokenizer.encode("ab") == [tokens["ab"]]
     assert tokenizer.encode("cab") == [tokens["c"], tokens["ab"]]  # ab comes before ca
@@ -167,24 +167,31 @@ def changed(change: dict[str, object]) -> bytes:
     return json.dumps({**json.loads(small_bpe().file() or b""), **change}).encode()
 
 
+def changed_model(change: dict[str, object]) -> bytes:
+    return changed({"model": {**json.loads(small_bpe().file() or b"")["model"], **change}})
+
+
+def added(number: int, text: str, special: bool = True, **more: bool) -> dict[str, object]:
+    usual = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": text, "special": special, **usual, **more}
+
+
 @pytest.mark.parametrize(
     ("file", "fault"),
     [
         (b"{", "is not a file of the tokenizers library"),
         (b"[]", "is not a file of the tokenizers library"),
         (b'{"model": {"type": "BPE", "vocab": {}}}', "is not a file of the tokenizers library"),
-        (changed({"model": {"type": "Unigram"}}), "is Unigram: allowed is byte-level BPE"),
+        (changed({"model": {"type": "Unigram"}}), "is Unigram, whose tokens do not stand for"),
+        (changed({"added_tokens": []}), "no special token that ends a text"),
+        (changed({"normalizer": {"type": "NFC"}}), "it changes texts before it cuts them"),
+        (changed_model({"byte_fallback": True}), "its tokens are characters"),
+        (changed_model({"dropout": 0.1}), "drops merges at random"),
+        (changed({"model": {"type": "BPE", "vocab": {"▁a": 1}}}), "are not written in bytes"),
+        (changed({"model": {"type": "BPE", "vocab": {"a": 0, "b": 0}}}), "have the same number"),
         (
-            changed({"added_tokens": [{"id": 400, "content": "<pad>"}]}),
-            "no other special token",
-        ),
-        (
-            changed({"model": {"type": "BPE", "vocab": {"▁a": 1}}}),
-            "is not byte-level BPE with the token",
-        ),
-        (
-            changed({"model": {"type": "BPE", "vocab": {"a": 0, "b": 5}}}),
-            "is not byte-level BPE with the token",
+            changed({"added_tokens": [added(0, END), added(400, "<x>", False, rstrip=True)]}),
+            "takes spaces around it away",
         ),
     ],
 )
@@ -192,6 +199,99 @@ def test_foreign_tokenizer_file_is_refused(file: bytes, fault: str, tmp_path: Pa
     (tmp_path / TOKENIZER).write_bytes(file)
     with pytest.raises(InputError, match=fault):
         read_tokenizer(tmp_path)
+
+
+LLAMA_CUT = {
+    "type": "Sequence",
+    "pretokenizers": [
+        {
+            "type": "Split",
+            "pattern": {"Regex": r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": False,
+        },
+    ],
+}
+"""Cut like Llama 3: words, up to three digits, marks, spaces."""
+DIGITS_CUT = {
+    "type": "Sequence",
+    "pretokenizers": [
+        {"type": "Digits", "individual_digits": True},
+        {**LLAMA_CUT["pretokenizers"][1], "use_regex": True},  # type: ignore[index]
+    ],
+}
+SPECIAL = [added(400, "<|begin_of_text|>"), added(401, "<|end_of_text|>"), added(402, "<x>", False)]
+
+
+def pretrained_file(cut: object = LLAMA_CUT, tokens: object = SPECIAL, **more: object) -> bytes:
+    """Tokens of the small BPE, of which the old end token is a word now."""
+    model = json.loads(small_bpe().file() or b"")["model"]
+    model["vocab"]["qzq"] = model["vocab"].pop(END)
+    return changed({"model": model, "pre_tokenizer": cut, "added_tokens": tokens, **more})
+
+
+@pytest.mark.parametrize("cut", [LLAMA_CUT, DIGITS_CUT])
+@given(text=st.text(st.characters(codec="utf-8"), max_size=40))
+def test_pretrained_tokenizers_keep_all_bytes(cut: object, text: str) -> None:
+    tokenizer = BpeTokenizer(pretrained_file(cut))
+    text = f"{text} 12345 <|end_of_text|> <x>"
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    assert tokenizer.token_bytes()[tokens].sum() == len(text.encode())
+    assert not {400, 401} & set(tokens)  # special ones are never read out of a text
+    assert tokens[-1] == 402  # one that is not special is
+    assert (tokenizer.kind, tokenizer.end, tokenizer.vocab) == ("pretrained", 401, 403)
+
+
+def test_pretrained_tokenizer_cuts_as_the_library_does() -> None:
+    file, text = pretrained_file(), "the cat, in 2024: naïve houses\n\n again"
+    theirs = tokenizers.Tokenizer.from_str(file.decode())
+    assert BpeTokenizer(file).encode(text) == theirs.encode(text, add_special_tokens=False).ids
+    assert BpeTokenizer(file).encode(text) != small_bpe().encode(text)
+
+
+def test_pretrained_tokenizers_are_told_apart_by_how_they_cut() -> None:
+    one, other = BpeTokenizer(pretrained_file()), BpeTokenizer(pretrained_file(DIGITS_CUT))
+    assert one.sha256 != other.sha256
+    trimmed = json.loads(json.dumps(LLAMA_CUT).replace('"trim_offsets": true', '"trim_offsets": 0'))
+    assert BpeTokenizer(pretrained_file(trimmed)).sha256 == one.sha256  # changes no token
+    plain = BpeTokenizer(small_bpe().file() or b"")
+    assert (plain.kind, plain.sha256) == ("bpe", small_bpe().sha256)
+
+
+def test_tokenizer_that_changes_texts_is_refused() -> None:
+    last: dict[str, object] = LLAMA_CUT["pretokenizers"][1]  # type: ignore[assignment, index]
+    begins_with_space = {**last, "add_prefix_space": True}
+    drops = {**LLAMA_CUT["pretokenizers"][0], "behavior": "Removed"}  # type: ignore[index]
+    both = {"type": "Sequence", "pretokenizers": [drops, last]}
+    for cut in (begins_with_space, both):
+        with pytest.raises(InputError, match=r"changes texts: .* does not come back"):
+            BpeTokenizer(pretrained_file(cut)).encode("a b")
+
+
+def test_tokens_that_the_library_numbers_otherwise_are_refused() -> None:
+    tokens = [added(401, "<|end_of_text|>")]
+    with pytest.raises(InputError, match=r"as 401, and tokenizers .* as 400: its tokens have gaps"):
+        BpeTokenizer(pretrained_file(tokens=tokens)).encode("a b")
+
+
+@pytest.mark.parametrize("length", [10, 200_000])
+def test_byte_without_a_token_is_named(length: int) -> None:
+    """Also where words are looked up."""
+    model = json.loads(small_bpe().file() or b"")["model"]
+    gone = next(letter for letter, byte in BYTE_OF.items() if byte == 6)
+    model["vocab"] = {text: n for text, n in model["vocab"].items() if text != gone}
+    tokenizer = BpeTokenizer(changed({"model": model}))
+    text = "the cat " * (length // 8)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    with pytest.raises(InputError, match=r"the byte 0x06, for which the tokenizer of .* no token"):
+        tokenizer.encode_batch([text, f"{text}\x06"])
 
 
 def test_run_folder_has_the_tokenizer_of_its_file_or_bytes(tmp_path: Path) -> None:

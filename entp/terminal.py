@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -32,8 +32,15 @@ class Progress:
     when quiet or not the first process."""
 
     def __init__(
-        self, label: str, total: int, start: int, show: bool, most_seconds: float | None = None
+        self,
+        label: str,
+        total: int,
+        start: int,
+        show: bool,
+        most_seconds: float | None = None,
+        unit: str = "step",
     ) -> None:
+        self.unit = unit
         self.show, self.label, self.total, self.most_seconds = show, label, total, most_seconds
         self.expected = total
         self.told = time.monotonic()
@@ -42,7 +49,7 @@ class Progress:
         if show and sys.stderr.isatty():
             from tqdm import tqdm
 
-            self.bar = tqdm(total=total, initial=start, desc=label, unit="step", dynamic_ncols=True)
+            self.bar = tqdm(total=total, initial=start, desc=label, unit=unit, dynamic_ncols=True)
 
     def step(self, step: int, notes: dict[str, float] | None = None) -> None:
         """One step is done; `notes` are shown beside the bar."""
@@ -66,7 +73,7 @@ class Progress:
             self.told = time.monotonic()
             text = "".join(f"  {k} {v:.4g}" for k, v in values.items())
             about = "" if self.expected == self.total else "about "
-            place = f"{self.label}: step {step}/{about}{self.expected}"
+            place = f"{self.label}: {self.unit} {step}/{about}{self.expected}"
             print(f"{place}{text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
@@ -74,9 +81,9 @@ class Progress:
             self.bar.close()
 
 
-def counted(label: str, items: Sequence[Item]) -> Iterator[Item]:
-    """The items, while a bar says how many of them are done."""
-    progress = Progress(label, len(items), 0, True)
+def counted(label: str, items: Iterable[Item], total: int, unit: str = "step") -> Iterator[Item]:
+    """The items, while a bar says how many of them are done, or without one a line a minute."""
+    progress = Progress(label, total, 0, True, unit=unit)
     try:
         for done, item in enumerate(items, 1):
             yield item

@@ -16,7 +16,7 @@ from entp.config.json import model_from_json, run_from_json
 from entp.config.upgrade import upgrade_config
 from entp.errors import InputError
 from entp.files import parse_json
-from entp.hf import refuse_gguf
+from entp.hf import MOST_READ, refuse_gguf
 from entp.tasks.base import TASKS, Task
 from entp.tasks.tokens import any_tokenizer_of_run, look_into, tokenizer_of_run
 
@@ -38,6 +38,9 @@ class Beginning(Protocol):
     def task(self, kind: type[Task]) -> Task | None:
         """The task, unless its options say otherwise; None if a field must be given."""
 
+    def measured_on(self, kind: type[Task]) -> Task | None:
+        """The task for a measurement without training, unless its options say otherwise."""
+
     def model_for(self, task: Task, options: Any, changes: dict[str, Any]) -> AnyModelConfig:
         """The model with the inputs and outputs of a task, and with these changes; options: size
         and lora_rank of the command line."""
@@ -54,7 +57,11 @@ class RunBeginning(NamedTuple):
     folder: Path
     """With the run's tokenizer."""
 
-    def own_task(self, kind: type[Task]) -> Task | None:
+    def measured_on(self, kind: type[Task]) -> Task | None:
+        """The run's own task, or another that reads its tokens."""
+        return self._own_task(kind) or self.task(kind)
+
+    def _own_task(self, kind: type[Task]) -> Task | None:
         """The run's task if it is of this kind."""
         named = self.config.get("task")
         name = named.get("name") if isinstance(named, dict) else None
@@ -97,6 +104,15 @@ class FolderBeginning(NamedTuple):
         except InputError:  # a tokenizer that only the model's own texts are cut by
             found = _made(kind, {})
         return None if found is None else found.for_model(self.folder)
+
+    def measured_on(self, kind: type[Task]) -> Task | None:
+        """The same, with as many tokens as the model reads, up to MOST_READ."""
+        found, names = self.task(kind), {f.name for f in dataclasses.fields(kind)}
+        if found is None or "block" not in names:
+            return found
+        config: Any = parse_json((self.folder / "config.json").read_bytes())
+        most = min(PretrainedConfig(config).context_length, MOST_READ)
+        return dataclasses.replace(found, block=most)  # type: ignore[call-arg]
 
     def model_for(self, task: Task, options: Any, changes: dict[str, Any]) -> AnyModelConfig:
         from entp.hf.beginning import read_pretrained

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from entp.cli.begin import FolderBeginning, read_beginning
 from entp.cli.on import on_options, run_on, take_on
 from entp.cli.parse import name_of, named_task, parse
 from entp.config import Impl, Mode, Run
 from entp.data.places import add_place
 from entp.errors import InputError, one_of
 from entp.tasks.base import Split, Task
-from entp.terminal import format_table
+from entp.terminal import counted, format_table
 
 if TYPE_CHECKING:
     from entp.tasks.metrics import Totals
@@ -58,7 +59,7 @@ class EvaluateOptions:
 
 
 def evaluate_command(args: list[str]) -> int:
-    """evaluate RUN: measure a trained run"""
+    """evaluate RUN: measure a trained run, or a pretrained model"""
     folder = name_of(args, "run folder", [], "evaluate")
     on, words = take_on(args[1:])
     first = None if on is None else on_options(EvaluateOptions, on, folder)
@@ -101,19 +102,41 @@ def _caveats(run: Run, on: str | None) -> list[str]:
 def open_run(
     folder: str, checkpoint: Checkpoint, device: str, task: str | None, data: str | None = None
 ) -> tuple[Any, Run, Any]:
-    """Model, run and device of a run folder; data: where the task's files are."""
+    """Model, run and device of a run folder, or of one in HuggingFace's format, whose task is its
+    own text; data: where the task's files are."""
     if task is not None:
         named_task(task)
     from entp.training.checkpoint import find, load, load_run
     from entp.training.distributed import World, pick_device
 
     where = pick_device(device, World())
+    if is_huggingface(folder):
+        return *_open_folder(folder, task, data, where), where
     run = load_run(folder, checkpoint)
     if run.task.takes_data:
         _look_into(find(Path(folder), checkpoint))
     if data is not None:
         run = dataclasses.replace(run, task=run.task.with_data(data))
     return load(folder, checkpoint, where), run, where
+
+
+def is_huggingface(folder: str) -> bool:
+    """Whether a folder is in HuggingFace's format, and no run."""
+    place = Path(folder).expanduser()
+    return (place / "config.json").is_file() and isinstance(read_beginning(place), FolderBeginning)
+
+
+def _open_folder(folder: str, task: str | None, data: str | None, device: Any) -> tuple[Any, Run]:
+    """A pretrained model as it is, on text."""
+    if task is not None:
+        raise InputError(
+            f"{folder} is a model in HuggingFace's format, which has no task of its own: leave "
+            "--task out, and name a task on text by --on."
+        )
+    from entp.hf.beginning import open_pretrained
+
+    model, run = open_pretrained(folder, data)
+    return model.to(device), run
 
 
 def _look_into(weights: Path) -> None:
@@ -154,7 +177,10 @@ def _measure(model: Any, run: Run, options: EvaluateOptions, device: Any) -> dic
     count = None if options.batches == "all" else options.batches
     asked = (task, options.split, count, run.batch_size, seed)
     how = dataclasses.replace(Forward.of(run), impl=options.impl)
-    found = {"model": evaluate(model, task, split_batches(*asked), how, device=device)}
+    there = task.split_batches(options.split, run.batch_size)
+    total = min((one for one in (count, there) if one is not None), default=0)
+    shown = counted(f"{task.name} {how.mode}", split_batches(*asked), total, "batch")
+    found = {"model": evaluate(model, task, shown, how, device=device)}
     if options.generate:
         batches = split_batches(*asked)
         found["generated"] = evaluate_generated(model, task, batches, how, device=device)

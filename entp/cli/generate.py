@@ -52,7 +52,7 @@ class GenerateOptions:
 
 
 def generate_command(args: list[str]) -> int:
-    """generate RUN: continue prompts"""
+    """generate RUN: continue prompts, by a run or a pretrained model"""
     folder = name_of(args, "run folder", [], "generate")
     options = parse(GenerateOptions, args[1:], f"entp generate {folder}")
     model, run, _ = open_run(folder, options.checkpoint, options.device, options.task, options.data)

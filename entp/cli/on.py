@@ -10,7 +10,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, TypeVar
 
-from entp.cli.begin import RunBeginning, read_beginning
+from entp.cli.begin import read_beginning
 from entp.cli.parse import named_task
 from entp.config import TECHNIQUE_CONFIGS, Run
 from entp.errors import InputError
@@ -34,15 +34,11 @@ def take_on(words: list[str]) -> tuple[str | None, list[str]]:
 
 def on_options(kind: type[Options], name: str, folder: str) -> Options:
     """The options of a command with those of the task as `on`; by default it is the run's own, or
-    reads the run's tokens, and a task with an end is measured as a whole."""
+    reads the run's or the pretrained model's tokens, and a task with an end is measured as a
+    whole."""
     task = named_task(name)
     run = read_beginning(Path(folder))
-    if not isinstance(run, RunBeginning):
-        raise InputError(
-            f"{folder} is a model in HuggingFace's format, not a run: train it first, with `entp "
-            "train TASK --init`."
-        )
-    first = run.own_task(task) or run.task(task)
+    first = run.measured_on(task)
     if first is None:
         raise InputError(f"--on {name}: a field of this task has no default.")
     whole = task.split_batches is not Task.split_batches

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from entp.errors import InputError
 
+MOST_READ = 1024
+"""Tokens of a text where a pretrained model is measured as it is, unless more are asked for."""
+
 if TYPE_CHECKING:
     import torch
 

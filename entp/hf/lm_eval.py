@@ -1,4 +1,4 @@
-"""A run as a model of lm-eval, EleutherAI's evaluation harness.
+"""A run, or a pretrained model, as a model of lm-eval, EleutherAI's evaluation harness.
 
     entp lm-eval runs/text-entp --tasks lambada_openai,piqa
 
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from tqdm import tqdm
@@ -20,8 +21,9 @@ from tqdm import tqdm
 from entp.config import Run, check_mode
 from entp.engine.generation.generate import generate
 from entp.errors import InputError
+from entp.hf.beginning import is_pretrained, open_pretrained
 from entp.hf.scoring import Scorer
-from entp.tasks.tokens import find_tokenizer, model_vocab, tokenizer_of_run
+from entp.tasks.tokens import find_tokenizer, look_into, model_vocab, tokenizer_of_run
 from entp.tasks.windows import windows
 from entp.training.checkpoint import find, load, load_run
 from entp.training.cover import padding_is_nothing
@@ -35,7 +37,7 @@ NEW_TOKENS = 256
 
 @register_model("entp")
 class EntpLM(TemplateLM):
-    """The model of a run folder, with the run's tokenizer."""
+    """The model of a run folder or of one in HuggingFace's format, with its tokenizer."""
 
     def __init__(
         self,
@@ -51,10 +53,9 @@ class EntpLM(TemplateLM):
         """stride: for perplexity of long texts, the tokens that each window but the first scores;
         None: windows do not overlap."""
         super().__init__()
-        folder = find(Path(run), checkpoint)
-        where, told = pick_device(device or "auto", World()), load_run(folder)
-        name = tokenizer_of_run(folder)
-        self.model, self.text = load(folder, device=where), find_tokenizer(name)
+        where = pick_device(device or "auto", World())
+        self.model, told, name = _open(Path(run), checkpoint, where)
+        self.text = find_tokenizer(name)
         _check_model(told.model, name, run)
         how = dataclasses.replace(Forward.of(told, mode or told.mode), impl=impl)
         _check_mode(how.mode)
@@ -123,6 +124,18 @@ class EntpLM(TemplateLM):
         new = [token for token in tokens[len(prompt) :] if token < self.text.vocab]
         text = self.text.decode(new)
         return min((text.partition(stop)[0] for stop in until if stop), key=len, default=text)
+
+
+def _open(
+    place: Path, checkpoint: Literal["best", "last"], device: torch.device
+) -> tuple[Any, Run, str]:
+    """Model, run and tokenizer of a run, or of a folder in HuggingFace's format."""
+    if is_pretrained(place):
+        look_into(place)
+        model, run = open_pretrained(place)
+        return model.to(device), run, tokenizer_of_run(place)
+    folder = find(place, checkpoint)
+    return load(folder, device=device), load_run(folder), tokenizer_of_run(folder)
 
 
 def _sum(scores: list[tuple[float, bool]]) -> tuple[float, bool]:

@@ -40,7 +40,7 @@ seed, device, versions, commit and date.
 def write_report(results: Path, out: Path) -> str:
     """Draw all figures, write the page, and return a message for a person."""
     records = records_for(results, out)
-    for path, record in counted("report", list(records.items())):
+    for path, record in counted("report", records.items(), len(records)):
         draw_record(record, path.with_suffix(".png"))
     figure = out.with_suffix(".png")
     drawn = draw_summary(results, list(records.values()), figure)

@@ -80,7 +80,9 @@ def web_page(results: Path, records: dict[Path, Record]) -> str:
     found = {path: complete(record) for path, record in records.items()}
     names = unique_names(path.stem for path in found)
     named = list(zip(names, found.values(), strict=True))
-    sections = [_section(at, *one) for at, one in enumerate(counted("report", named), 1)]
+    sections = [
+        _section(at, *one) for at, one in enumerate(counted("report", named, len(named)), 1)
+    ]
     figure = summary_figure(results, list(found.values()))
     first = inline_svg(figure, "f0", "What was found") if figure is not None else ""
     rules, drawn = share_styles([first, *(section.figure for section in sections)])

@@ -96,7 +96,7 @@ def test_list_names_a_damaged_corpus_and_shows_the_others(
         ("prepare --tokenizer bytes", "needs a source before its options"),
         ("prepare nowhere.txt", "there is no text 'nowhere.txt'"),
         ("prepare pydoc nowhere", "there is no text 'pydoc'"),
-        ("prepare pydoc --tokenizer words", "invalid choice"),
+        ("prepare pydoc --tokenizer words", "no tokenizer 'words': allowed are bytes, bpe"),
         ("prepare pydoc --tokenizer gpt2", "gpt2_bpe/encoder.json is not in"),
         ("prepare pydoc --valid 0", "valid is 0.0 and test 0.05: both must be above 0"),
         ("prpare", "unknown part of entp data 'prpare': allowed are prepare, list"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,25 +14,27 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from small_texts import REAL, documents, needs_real_data
+from small_tokenizers import (
+    DIGITS_CUT,
+    LLAMA_CUT,
+    added,
+    changed,
+    changed_model,
+    pretrained_file,
+    small_bpe,
+)
 
 from entp.data.prepare import prepare
 from entp.data.tokenizers import (
     TOKENIZER,
     BpeTokenizer,
     ByteTokenizer,
-    Tokenizer,
     gpt2_tokenizer,
     read_tokenizer,
     train_bpe,
 )
 from entp.data.vocabulary import BYTE_OF, END
 from entp.errors import InputError
-
-
-@cache
-def small_bpe() -> Tokenizer:
-    return train_bpe(documents(200), 400)
-
 
 TOKENIZERS = {"bytes": ByteTokenizer, "bpe": small_bpe}
 
@@ -163,19 +164,6 @@ def test_real_gpt2_tokens() -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def changed(change: dict[str, object]) -> bytes:
-    return json.dumps({**json.loads(small_bpe().file() or b""), **change}).encode()
-
-
-def changed_model(change: dict[str, object]) -> bytes:
-    return changed({"model": {**json.loads(small_bpe().file() or b"")["model"], **change}})
-
-
-def added(number: int, text: str, special: bool = True, **more: bool) -> dict[str, object]:
-    usual = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": number, "content": text, "special": special, **usual, **more}
-
-
 @pytest.mark.parametrize(
     ("file", "fault"),
     [
@@ -199,41 +187,6 @@ def test_foreign_tokenizer_file_is_refused(file: bytes, fault: str, tmp_path: Pa
     (tmp_path / TOKENIZER).write_bytes(file)
     with pytest.raises(InputError, match=fault):
         read_tokenizer(tmp_path)
-
-
-LLAMA_CUT = {
-    "type": "Sequence",
-    "pretokenizers": [
-        {
-            "type": "Split",
-            "pattern": {"Regex": r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"},
-            "behavior": "Isolated",
-            "invert": False,
-        },
-        {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": False,
-        },
-    ],
-}
-"""Cut like Llama 3: words, up to three digits, marks, spaces."""
-DIGITS_CUT = {
-    "type": "Sequence",
-    "pretokenizers": [
-        {"type": "Digits", "individual_digits": True},
-        {**LLAMA_CUT["pretokenizers"][1], "use_regex": True},  # type: ignore[index]
-    ],
-}
-SPECIAL = [added(400, "<|begin_of_text|>"), added(401, "<|end_of_text|>"), added(402, "<x>", False)]
-
-
-def pretrained_file(cut: object = LLAMA_CUT, tokens: object = SPECIAL, **more: object) -> bytes:
-    """Tokens of the small BPE, of which the old end token is a word now."""
-    model = json.loads(small_bpe().file() or b"")["model"]
-    model["vocab"]["qzq"] = model["vocab"].pop(END)
-    return changed({"model": model, "pre_tokenizer": cut, "added_tokens": tokens, **more})
 
 
 @pytest.mark.parametrize("cut", [LLAMA_CUT, DIGITS_CUT])

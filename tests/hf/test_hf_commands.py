@@ -116,7 +116,7 @@ def test_load_says_what_it_accepts(tmp_path: Path, capsys: pytest.CaptureFixture
     with pytest.raises(InputError, match=r"HuggingFace's format \(bert\).*entp\.hf\.load"):
         entp.load(folder)
     assert main(["evaluate", str(folder), "--device=cpu"]) == 2
-    assert "train it with `entp train TASK --init" in capsys.readouterr().err
+    assert "train it first, with `entp train TASK --init" in capsys.readouterr().err
     _, init = begin(folder, steps=1)
     with pytest.raises(InputError, match="one of HuggingFace's there and of entp's here"):
         with_init(small_run(), init)

@@ -17,6 +17,10 @@ import torch
 
 lm_eval = pytest.importorskip("lm_eval")
 
+from small_networks import folder_of  # noqa: E402
+from small_tokenizers import pretrained_file  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+
 from entp.cli.main import main  # noqa: E402
 from entp.config import ModelConfig, Run, model_for  # noqa: E402
 from entp.errors import InputError  # noqa: E402
@@ -259,3 +263,30 @@ def test_device_and_batch_size_are_those_that_are_given(
         ("cpu", "5"),
         ("cpu", "3"),
     ]
+
+
+def test_pretrained_model_has_the_scores_of_lm_evals_own_class(folder: Path) -> None:
+    """Log-likelihoods in mode decoder, of continuations and of whole texts beyond its positions."""
+    transformers = pytest.importorskip("transformers")
+    from lm_eval.models.huggingface import HFLM
+
+    folder_of("gpt2", folder / "gpt2", vocab_size=403, n_positions=32)
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(pretrained_file().decode()),
+        eos_token="<|end_of_text|>",
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+    )
+    made.save_pretrained(folder / "gpt2")
+    (folder / "gpt2/tokenizer.json").write_bytes(pretrained_file())
+    ours = EntpLM("gpt2", device="cpu")
+    network = transformers.GPT2LMHeadModel.from_pretrained("gpt2")
+    theirs = HFLM(pretrained=network, tokenizer=made, device="cpu", batch_size=1)
+    assert (ours.max_length, ours.eot_token_id) == (theirs.max_length, theirs.eot_token_id)
+    asked = instances(("the cat sat", " on a mat"), ("dogs' houses", " (again)"), ("", "the cat"))
+    for one, other in zip(ours.loglikelihood(asked), theirs.loglikelihood(asked), strict=True):
+        assert one[0] == pytest.approx(other[0], rel=1e-4)
+        assert one[1] == other[1]
+    texts = instances(("the cat sat on a mat. " * 9,), ("dogs",))
+    found = [lm.loglikelihood_rolling(texts) for lm in (ours, theirs)]
+    assert found[0] == pytest.approx(found[1], rel=1e-4)

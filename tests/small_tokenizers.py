@@ -1,0 +1,64 @@
+"""Tokenizers like those of pretrained models, of 403 tokens."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+from small_texts import documents
+
+from entp.data.tokenizers import Tokenizer, train_bpe
+from entp.data.vocabulary import END
+
+
+@cache
+def small_bpe() -> Tokenizer:
+    return train_bpe(documents(200), 400)
+
+
+def changed(change: dict[str, object]) -> bytes:
+    return json.dumps({**json.loads(small_bpe().file() or b""), **change}).encode()
+
+
+def changed_model(change: dict[str, object]) -> bytes:
+    return changed({"model": {**json.loads(small_bpe().file() or b"")["model"], **change}})
+
+
+def added(number: int, text: str, special: bool = True, **more: bool) -> dict[str, object]:
+    usual = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": text, "special": special, **usual, **more}
+
+
+LLAMA_CUT = {
+    "type": "Sequence",
+    "pretokenizers": [
+        {
+            "type": "Split",
+            "pattern": {"Regex": r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": False,
+        },
+    ],
+}
+"""Cut like Llama 3: words, up to three digits, marks, spaces."""
+DIGITS_CUT = {
+    "type": "Sequence",
+    "pretokenizers": [
+        {"type": "Digits", "individual_digits": True},
+        {**LLAMA_CUT["pretokenizers"][1], "use_regex": True},  # type: ignore[index]
+    ],
+}
+SPECIAL = [added(400, "<|begin_of_text|>"), added(401, "<|end_of_text|>"), added(402, "<x>", False)]
+
+
+def pretrained_file(cut: object = LLAMA_CUT, tokens: object = SPECIAL, **more: object) -> bytes:
+    """Tokens of the small BPE, of which the old end token is a word now."""
+    model = json.loads(small_bpe().file() or b"")["model"]
+    model["vocab"]["qzq"] = model["vocab"].pop(END)
+    return changed({"model": model, "pre_tokenizer": cut, "added_tokens": tokens, **more})

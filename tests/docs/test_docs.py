@@ -47,8 +47,15 @@ MODULES = [
 ]
 OTHER_PROGRAMS = "lm-eval|mypy|pip|pytest|torchrun"
 MAP = DOCS / "map.md"
-PRETRAINED = {"small-bert": "bert", "tiny-llama": "llama"}
+PRETRAINED = {"small-bert": "bert", "tiny-llama": "llama", "small-llama": "llama"}
 """Folders in HuggingFace's format that documents make, by their type of model."""
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
 
 
 @pytest.mark.parametrize(
@@ -144,7 +151,7 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "runs/pydoc/config.json").write_text(json.dumps(run_to_json(run)))
     for name, kind in PRETRAINED.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": kind}))
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": kind, **SIZES}))
     tokens = {"model": {"type": "WordLevel", "vocab": {"</s>": 0, "1": 1}, "unk_token": "</s>"}}
     (tmp_path / "tiny-llama/tokenizer.json").write_text(json.dumps(tokens))
     told = {"eos_token": "</s>"}

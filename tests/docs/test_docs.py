@@ -47,7 +47,12 @@ MODULES = [
 ]
 OTHER_PROGRAMS = "lm-eval|mypy|pip|pytest|torchrun"
 MAP = DOCS / "map.md"
-PRETRAINED = {"small-bert": "bert", "tiny-llama": "llama", "small-llama": "llama"}
+PRETRAINED = {
+    "smollm2": "llama",
+    "small-bert": "bert",
+    "tiny-llama": "llama",
+    "small-llama": "llama",
+}
 """Folders in HuggingFace's format that documents make, by their type of model."""
 SIZES = {
     "vocab_size": 512,

@@ -31,6 +31,7 @@ RECIPES: dict[str, str] = {
     "text-tuned": "entp.experiments.recipes.text:TUNED_RECIPE",
     "text-epochs": "entp.experiments.recipes.text:EPOCHS_RECIPE",
     "text-block": "entp.experiments.recipes.text:BLOCK_RECIPE",
+    "text-pretrained": "entp.experiments.recipes.text_pretrained:RECIPE",
     "clutrr": "entp.experiments.recipes.text_tasks:CLUTRR_RECIPE",
     "tinywinogrande": "entp.experiments.recipes.text_tasks:TINYWINOGRANDE_RECIPE",
     "winogrande": "entp.experiments.recipes.text_tasks:WINOGRANDE_RECIPE",

@@ -10,12 +10,14 @@ from small_llama import write_llama
 
 from entp.cli.main import main
 from entp.config import PretrainedConfig
+from entp.data.prepare import prepare
 from entp.errors import InputError
 from entp.experiments.recipe import Recipe, find_recipe
 from entp.experiments.reproduce import reproduce
 from entp.llm.counting_text import CountText
 from entp.report.tables import arms_table
 from entp.results.store import read_record
+from entp.tasks.text import Text
 from entp.tasks.tokens import find_json_tokenizer
 
 
@@ -99,3 +101,33 @@ def test_recipes_differ_in_the_mask_alone() -> None:
         assert isinstance(model, PretrainedConfig)
         assert (model.lora_rank, model.layers, model.width) == (8, 30, 576)
         assert arms[2].run.random_targets is not None
+
+
+def test_pretrained_decoder_goes_on_reading_text(tmp_path: Path) -> None:
+    """Both modes begin with the folder's weights, on a text prepared with its tokenizer."""
+    whole = find_recipe("text-pretrained")
+    runs = [arm.run for arm in whole.arms]
+    assert len({(run.model, run.init, run.task, run.optim, run.steps) for run in runs}) == 1
+    assert [run.mode for run in runs] == ["entp", "decoder", "decoder"]
+    folder = write_llama(tmp_path / "llama")
+    corpus = prepare("pydoc", tmp_path / "corpus", tokenizer=str(folder), quiet=True)
+    task = replace(Text().with_data(str(corpus)), block=32)
+    tiny = whole.tiny()
+    arms = [
+        replace(
+            arm,
+            run=replace(
+                arm.run, task=task, model=runs[0].model.with_vocab(task.vocab), init="0" * 16
+            ),
+            seeds=(0,),
+        )
+        for arm in tiny.arms[:2]
+    ]
+    found = reproduce(replace(tiny, arms=arms), tmp_path / "runs", device="cpu", init=folder)
+    assert len(found.arms) == 2
+    for arm in found.arms.values():
+        [run] = arm.runs
+        assert run.config["model"]["huggingface"]["vocab_size"] == task.vocab == 280
+        assert run.config["init"] != "0" * 16
+        assert run.test is not None
+        assert run.test.totals.value("bits_per_byte") > 0

@@ -1,21 +1,22 @@
 """The figure of what was found, from the records in results/.
 
-Who learns Count3, in how many minutes and from how many sequences, at which length and depth
-decoders fail, what a step costs.
+Who learns Count3, in how many minutes and from how many sequences; from how many sums addition is
+learned, and how far it goes; in-context learning; what a step costs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from entp.report.bench import draw_speeds, step_seconds, whole_shapes
 from entp.report.curves import draw_authors_curve, draw_line
 from entp.report.panels import Line, panels
-from entp.report.slices import draw_panel
+from entp.report.slices import draw_panel, is_factor
 from entp.report.style import DASHES, GREY, UNIT, mode_style, new_figure, save_figure
-from entp.results.schema import Figure, Record
+from entp.results.schema import ArmRecord, Figure, Record
 from entp.results.sections import read_sections
 from entp.results.verdict import select
 
@@ -26,7 +27,50 @@ MINUTES = {"training": ["tuned", "curriculum"]}
 """Arms that are about minutes: ENTP, and decoders that get as many."""
 READING = {"training": ["tuned", "matched steps", "matched data"]}
 """Arms that are about sequences: those without a curriculum."""
-DEPTH = Figure("slices", x="length", y=METRIC, lines=("mode", "layers"))
+
+
+class Sliced(NamedTuple):
+    """A panel of test values, of a record's arms."""
+
+    recipe: str
+    figure: Figure
+    title: str
+    x: str
+
+
+BOTH = {"mode": ["ENTP", "decoder"]}
+SLICED = (
+    Sliced(
+        "addition-samples",
+        Figure(
+            "slices",
+            x="examples",
+            y=METRIC,
+            lines="mode",
+            where={**BOTH, "size": "small", "format": "reversed"},
+        ),
+        "addition, reversed sums, small",
+        "sums trained on; the authors' values dotted",
+    ),
+    Sliced(
+        "addition-positions",
+        Figure("slices", x="digits", y=METRIC, lines="mode", where={**BOTH, "positions": "abacus"}),
+        "sums longer than 10 digits, Abacus",
+        "digits of the longer number",
+    ),
+    Sliced(
+        "icl",
+        Figure(
+            "slices",
+            x="examples",
+            y="squared_error",
+            lines="mode",
+            where={**BOTH, "size": "standard", "function": "linear"},
+        ),
+        "linear functions in context",
+        "examples",
+    ),
+)
 
 
 def draw_summary(results: Path, records: list[Record], path: Path) -> bool:
@@ -42,7 +86,7 @@ def summary_figure(results: Path, records: list[Record]) -> Any:
     """One panel for each record that is there and has something to show; None where there is
     nothing to draw, or nothing to draw with."""
     named = {record.recipe: record for record in records}
-    count3, depth = named.get("count3"), named.get("count3-depth")
+    count3 = named.get("count3")
     speed = read_sections(results / "engine_speed.json").get("step")
     draws: list[Draw] = []
     if count3 is not None and _lines(count3, MINUTES):
@@ -50,22 +94,26 @@ def summary_figure(results: Path, records: list[Record]) -> Any:
         draws.append(lambda panel: draw_minutes(panel, count3, loop))
     if count3 is not None and _lines(count3, READING):
         draws.append(lambda panel: draw_reading(panel, count3))
-    if depth is not None and any(run.test for arm in depth.arms.values() for run in arm.runs):
-        draws.append(lambda panel: draw_depth(panel, depth))
+    for one in SLICED:
+        if (record := named.get(one.recipe)) is not None and _has_values(record, one.figure):
+            draws.append(partial(draw_sliced, record=record, one=one))
     if speed and whole_shapes(speed):
         draws.append(lambda panel: draw_speeds(panel, speed))
     return _all_panels(draws)
 
 
 def _all_panels(draws: list[Draw]) -> Any:
-    """Four panels two by two, fewer in a row."""
-    columns = 2 if len(draws) == 4 else len(draws)
+    """Three panels in a row, four as two by two."""
+    columns = 2 if len(draws) == 4 else min(3, len(draws))
     rows = -(-len(draws) // max(columns, 1))
     figure = new_figure(1 + 4.6 * columns, 3.9 * rows) if draws else None
     if figure is None:
         return None
-    for panel, draw in zip(figure.subplots(rows, columns, squeeze=False).flat, draws, strict=True):
+    every = figure.subplots(rows, columns, squeeze=False).flat
+    for panel, draw in zip(every, draws, strict=False):
         draw(panel)
+    for panel in every[len(draws) :]:
+        panel.set_axis_off()
     return figure
 
 
@@ -90,16 +138,16 @@ def draw_minutes(panel: Any, count3: Record, loop: float | None) -> None:
     authors = count3.authors_curves.get(AUTHORS)
     if loop is not None and authors is not None:
         seconds = [step * loop for step in authors.steps]
-        told = f"ENTP, the authors' curve\nat our reference loop's {loop:.2f} s a step"
+        told = f"ENTP, the authors' curve,\nreference loop: {loop:.2f} s a step"
         style = {"color": GREY, "linewidth": 2, "zorder": 0}
         panel.plot(seconds, authors.values[METRIC], label=told, **style)
     ticks = [6, 60, 600, 6000, 60_000]
     panel.set(xscale="log", ylim=UNIT, title="learning Count3 (64 integers, medium)")
     panel.set_xticks(ticks, [f"{tick / 60:g}" for tick in ticks])
-    panel.set_xlim(left=0.6)  # room for the legend: before the first minute nobody has learned
+    panel.set_xlim(left=0.1)  # room for the legend: before the first minute nobody has learned
     device = lines[0].arms[0].runs[0].environment.device
     panel.set(xlabel=f"minutes of training on one {device}", ylabel="validation exact match")
-    panel.legend(fontsize=7, loc="upper left")
+    panel.legend(fontsize=6.5, loc="upper left")
 
 
 def draw_reading(panel: Any, count3: Record) -> None:
@@ -115,8 +163,23 @@ def draw_reading(panel: Any, count3: Record) -> None:
     panel.legend(fontsize=7, loc="upper left")
 
 
-def draw_depth(panel: Any, depth: Record) -> None:
-    """Exact match against length, a line for each mode and depth."""
-    draw_panel(panel, depth, DEPTH, panels(depth, DEPTH)[0])
-    panel.set(title="Count3 after one minute each, width 192", xlabel="integers in a sequence")
-    panel.legend(fontsize=6)
+def _has_values(record: Record, spec: Figure) -> bool:
+    """Whether an arm of a panel was tested."""
+    return bool(_tested({label: record.arms[label] for label in select(record.arms, spec.where)}))
+
+
+def _tested(arms: dict[str, ArmRecord]) -> list[ArmRecord]:
+    """Those with a test."""
+    return [arm for arm in arms.values() if any(run.test for run in arm.runs)]
+
+
+def draw_sliced(panel: Any, record: Record, one: Sliced) -> None:
+    """Test values with their intervals, a line for each mode; the title tells the seeds."""
+    shown = panels(record, one.figure)[0]
+    draw_panel(panel, record, one.figure, shown)
+    seeds = min(len([run for run in arm.runs if run.test]) for arm in _tested(shown.arms))
+    told = f"{seeds} seeds" if seeds > 1 else "one seed"
+    panel.set(title=f"{one.title}, {told}", xlabel=one.x)
+    if not is_factor(record, one.figure):
+        panel.xaxis.get_major_locator().set_params(integer=True)
+    panel.legend(fontsize=7)

@@ -40,6 +40,7 @@ from entp.results.schema import (
 )
 from entp.results.sections import read_sections, record_section
 from entp.results.store import find_records, read_record
+from entp.results.summary import values_of
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -301,7 +302,7 @@ def test_benchmarks_have_a_panel_for_every_measure(figures: list[Any], tmp_path:
 def test_summary_shows_what_the_records_hold(figures: list[Any], tmp_path: Path) -> None:
     records = list(find_records(RESULTS).values())
     assert draw_summary(RESULTS, records, tmp_path / "a.png")
-    minutes, reading, depth, speeds = figures[0].axes
+    minutes, reading, sums, longer, in_context, speeds = figures[0].axes
     count3 = next(record for record in records if record.recipe == "count3")
     run = count3.arms["ENTP medium, curriculum"].runs[0]
     shown = [xy(line) for line in minutes.get_lines()]
@@ -312,12 +313,21 @@ def test_summary_shows_what_the_records_hold(figures: list[Any], tmp_path: Path)
     assert loop is not None
     authors = count3.authors_curves["ENTP medium"]
     assert minutes.get_lines()[-1].get_xdata()[-1] == 150_000 * loop
-    assert f"our reference loop's {loop:.2f} s a step" in minutes.get_lines()[-1].get_label()
+    assert f"reference loop: {loop:.2f} s a step" in minutes.get_lines()[-1].get_label()
     assert reading.get_xlim() == (0, authors.sequences[-1] / 1e6)
     names = [text.get_text() for text in reading.get_legend().get_texts()]
     assert "decoder medium, matched steps" in names
     assert "ENTP medium, curriculum" not in names
-    assert "ENTP, layers 2" in [line.get_label() for line in depth.get_lines()]
+    samples = next(record for record in records if record.recipe == "addition-samples")
+    arm = samples.arms["ENTP small, reversed, examples 2500"]
+    values = values_of(samples, arm, "exact_match")
+    ours, paper = (xy(line) for line in sums.get_lines()[:2])
+    assert ours[1][ours[0].index(2500)] == pytest.approx(sum(values) / len(values))
+    assert paper[1][paper[0].index(2500)] == arm.paper["exact_match"].value
+    assert sums.get_title().endswith(f", {len(values)} seeds")
+    for panel, last in ((longer, 20), (in_context, 40)):
+        assert [line.get_label() for line in panel.get_lines()] == ["ENTP", "decoder"]
+        assert all(line.get_xdata()[-1] == last for line in panel.get_lines())
     kernels = [rows["entp triton"] for rows in bench.whole_shapes(speed).values()]
     assert [text.get_text() for text in speeds.texts] == [f"{row['ratio']:.0f}x" for row in kernels]
 

@@ -42,3 +42,9 @@ RECIPES: dict[str, str] = {
     "path-star-small": "entp.experiments.recipes.path_star:SMALL_RECIPE",
 }
 """Recipes by name and where they live."""
+PAPER = (
+    *("count3", "count3-bert", "count3-llm", "count2-llm", "match3"),
+    *("addition-samples", "addition-length", "icl"),
+    *("openwebtext", "clutrr", "tinywinogrande"),
+)
+"""Recipes of the paper's figures and tables, in its order; the others go beyond it."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from entp.config import PretrainedConfig, Run, refit
 from entp.config.json import config_hash
 from entp.errors import InputError
-from entp.experiments import RECIPES
+from entp.experiments import PAPER, RECIPES
 from entp.experiments.recipe_problems import problems_of
 from entp.fields import raise_problems
 from entp.registry import find_named
@@ -339,6 +339,7 @@ class Recipe:
             arms=arms,
             not_run=dict(self.not_run),
             one_test=all(arm.run.task.one_test for arm in self.arms),
+            of_paper=self.name.removesuffix("-tiny") in PAPER,
         )
 
     def tiny(self) -> Recipe:

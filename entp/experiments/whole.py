@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Literal, NamedTuple
 
 from entp.errors import DeviceFailed, InputError, TrainingStopped
-from entp.experiments import RECIPES
+from entp.experiments import PAPER, RECIPES
 from entp.experiments.jobs import expected_seconds
 from entp.experiments.recipe import ArmRun, Recipe, find_recipe
 from entp.experiments.reproduce import (
@@ -35,12 +35,6 @@ from entp.results.schema import Record, RunRecord
 from entp.results.store import read_record
 
 ALL = "all"
-PAPER = (
-    *("count3", "count3-bert", "count3-llm", "count2-llm", "match3"),
-    *("addition-samples", "addition-length", "icl"),
-    *("openwebtext", "clutrr", "tinywinogrande"),
-)
-"""Recipes of the paper's figures and tables, in its order; the others go beyond it."""
 
 
 class State(NamedTuple):

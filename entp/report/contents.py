@@ -47,6 +47,12 @@ NOTES = {
     ),
 }
 """What the words of the tables mean; the lines are broken for Markdown."""
+BEYOND = {
+    "Verdict": (
+        "by the rule that stands in the recipe. A claim of the paper is reproduced or not;\n"
+        "  shown, not shown: by the rule of a recipe that asks something else."
+    )
+}
 MORE: dict[Source, dict[str, str]] = {
     "last": {"Last checkpoint": "on the same test sequences as the best one."},
     "best": {
@@ -82,6 +88,8 @@ def notes(records: list[Record]) -> dict[str, str]:
     """What the words of these records' tables mean."""
     there = {source for record in records for source in sources_of(record)}
     found = dict(NOTES)
+    if any(record.verdict is not None and not record.of_paper for record in records):
+        found |= BEYOND
     for source, text in MORE.items():
         found |= text if source in there else {}
     runs = [run for record in records for arm in record.arms.values() for run in arm.runs]

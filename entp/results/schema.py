@@ -457,7 +457,8 @@ class CheckResult(Part):
 
 
 class Verdict(Part):
-    verdict: Literal["reproduced", "not reproduced", "undecided"]
+    verdict: Literal["reproduced", "not reproduced", "shown", "not shown", "undecided"]
+    """shown, not shown: by a rule about something that the paper does not claim."""
     checks: list[CheckResult]
 
 
@@ -483,6 +484,8 @@ class Record(Part):
     """Parts of the figure that are not run here, and why."""
     one_test: bool = False
     """Whether runs of all seeds are tested on the same sequences, those of a file."""
+    of_paper: bool = True
+    """Whether its rule is about a claim of the paper."""
 
     def metric(self, name: str) -> MetricSpec:
         return next(metric for metric in self.metrics if metric.name == name)

@@ -50,10 +50,10 @@ def judge(record: Record) -> Verdict | None:
     if any(check.control and result.outcome != "holds" for check, result in pairs):
         return Verdict(verdict="undecided", checks=results)
     if "fails" in outcomes:
-        return Verdict(verdict="not reproduced", checks=results)
+        return Verdict(verdict="not reproduced" if record.of_paper else "not shown", checks=results)
     if "undecided" in outcomes:
         return Verdict(verdict="undecided", checks=results)
-    return Verdict(verdict="reproduced", checks=results)
+    return Verdict(verdict="reproduced" if record.of_paper else "shown", checks=results)
 
 
 def check_record(record: Record, check: Check) -> CheckResult:

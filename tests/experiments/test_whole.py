@@ -82,8 +82,8 @@ def test_recipes_run_one_after_the_other(
 ) -> None:
     assert command("first", "second", runs=tmp_path) == 0
     told = capsys.readouterr().out
-    assert re.search(r"^first +beyond +2 of 2 +- +- +reproduced$", told, re.M)
-    assert re.search(r"^second +beyond +2 of 2 +- +- +reproduced$", told, re.M)
+    assert re.search(r"^first +beyond +2 of 2 +- +- +shown$", told, re.M)
+    assert re.search(r"^second +beyond +2 of 2 +- +- +shown$", told, re.M)
     for name in ("first", "second"):
         assert read_record(tmp_path / "records" / f"{name}.json").recipe == name
     assert len(list((tmp_path / "runs" / "first").glob("*/config.json"))) == 2
@@ -121,7 +121,7 @@ def test_a_recipe_that_cannot_go_on_leaves_the_others_in_the_queue_alone(
     told = capsys.readouterr().out
     assert re.search(r"^skipped: short: .* has been tested, but its metrics", told, re.M)
     assert re.search(r"^skipped: lacking: .*there is no such data", told, re.M)
-    assert re.search(r"^first +beyond +2 of 2 +- +- +reproduced$", told, re.M)
+    assert re.search(r"^first +beyond +2 of 2 +- +- +shown$", told, re.M)
 
 
 def test_recipes_that_share_runs_are_in_waves() -> None:

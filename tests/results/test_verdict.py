@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from small_records import DIGITS, arm_record, make_record, run_record, sourced_run
 
+from entp.experiments import PAPER
 from entp.results.schema import ArmRecord, Check, Point, Verdict
-from entp.results.store import complete, read_record
+from entp.results.store import complete, find_records, read_record
 from entp.results.verdict import check_record, judge, matches
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -147,9 +148,9 @@ def test_selector_takes_one_value_or_several() -> None:
     assert not matches(factors, {"length": 3})
 
 
-def verdict(*checks: Check) -> str:
+def verdict(*checks: Check, of_paper: bool = True) -> str:
     arms = {"a": arm_record(90, mode="ENTP"), "b": arm_record(mode="decoder")}
-    found = judge(make_record(arms, checks=list(checks)))
+    found = judge(make_record(arms, checks=list(checks), of_paper=of_paper))
     assert isinstance(found, Verdict)
     return found.verdict
 
@@ -161,6 +162,14 @@ def test_verdict_is_that_of_all_checks() -> None:
     assert verdict(holds, fails, open_still) == "not reproduced"
     assert verdict(holds, open_still) == "undecided"
     assert judge(make_record({"a": arm_record(1)})) is None
+
+
+def test_only_claims_of_the_paper_are_reproduced() -> None:
+    holds, fails = check(0.5), check(0.95)
+    assert verdict(holds, of_paper=False) == "shown"
+    assert verdict(holds, fails, of_paper=False) == "not shown"
+    for path, record in find_records(RESULTS).items():
+        assert record.of_paper == (record.recipe in PAPER), path
 
 
 def test_tuned_decoders_contradict_that_decoders_do_not_learn_count3() -> None:

@@ -8,6 +8,7 @@ are never read out of a text: the end token only follows documents. Only encodin
 from __future__ import annotations
 
 import hashlib
+import unicodedata
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -111,6 +112,8 @@ class BpeTokenizer(Tokenizer):
             self.kind = "bpe" if self._known.is_plain else "pretrained"
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
+        if self._known.composes:
+            texts = [unicodedata.normalize("NFC", text) for text in texts]
         data = [_utf8(text) for text in texts]
         self._check_bytes(data)
         if self._words is not None and sum(map(len, data)) >= MUCH_TEXT:

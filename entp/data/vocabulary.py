@@ -2,6 +2,7 @@
 
 Byte-level BPE alone is taken: tokens are written in GPT-2's alphabet, which has a character for
 each byte. Tokens that were added to it are special, and stand for no bytes, or are pieces of text.
+Where a tokenizer composes texts (NFC), as Qwen's does, bytes are those of the composed text.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ END = "<|endoftext|>"
 ENDS = (END, "<|end_of_text|>", "</s>", "<|eos|>", "<eos>")
 """Names of the token that ends a document: the first that is there."""
 GPT2_CUT = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+COMPOSING = ({"type": "NFC"}, {"type": "Sequence", "normalizers": [{"type": "NFC"}]})
+"""Normalizers that leave most texts as they are, and are done here as well."""
 NOT_TAKEN = {
     "dropout": "its BPE drops merges at random",
     "continuing_subword_prefix": "its tokens begin with a prefix",
@@ -86,9 +89,15 @@ class Vocabulary:
         return cut == GPT2_CUT and not (pieces or self.model.get("ignore_merges"))
 
     @property
+    def composes(self) -> bool:
+        """Whether texts are brought to Unicode's composed form, NFC, first: é is one character."""
+        return self.file.get("normalizer") in COMPOSING
+
+    @property
     def is_plain(self) -> bool:
         """Whether it is cut as GPT-2's is and has its end token, and no other special one."""
-        return self.cuts_as_gpt2 and [one.text for one in self.added] == [END]
+        changes = bool(self.file.get("normalizer"))
+        return self.cuts_as_gpt2 and not changes and [one.text for one in self.added] == [END]
 
     def pieces(self) -> list[bytes]:
         """The bytes of every token."""
@@ -111,12 +120,13 @@ class Vocabulary:
             special = sorted(one.number for one in self.added if one.special)
             cut = self.file.get("pre_tokenizer")
             found += [special, _without(cut, "trim_offsets"), bool(self.model.get("ignore_merges"))]
+            found += ["NFC"] if self.composes else []
         return found
 
     def problems(self) -> list[str]:
         """Why its tokens do not stand for the bytes of texts."""
         found = [why for name, why in NOT_TAKEN.items() if self.model.get(name)]
-        if self.file.get("normalizer"):
+        if self.file.get("normalizer") and not self.composes:
             found.append("it changes texts before it cuts them (its normalizer)")
         if not self.tokens or set("".join(self.tokens)) - set(BYTE_OF):
             found.append("its tokens are not written in bytes")

@@ -172,7 +172,7 @@ def test_real_gpt2_tokens() -> None:
         (b'{"model": {"type": "BPE", "vocab": {}}}', "is not a file of the tokenizers library"),
         (changed({"model": {"type": "Unigram"}}), "is Unigram, whose tokens do not stand for"),
         (changed({"added_tokens": []}), "no special token that ends a text"),
-        (changed({"normalizer": {"type": "NFC"}}), "it changes texts before it cuts them"),
+        (changed({"normalizer": {"type": "NFKC"}}), "it changes texts before it cuts them"),
         (changed_model({"byte_fallback": True}), "its tokens are characters"),
         (changed_model({"dropout": 0.1}), "drops merges at random"),
         (changed({"model": {"type": "BPE", "vocab": {"▁a": 1}}}), "are not written in bytes"),
@@ -216,6 +216,18 @@ def test_pretrained_tokenizers_are_told_apart_by_how_they_cut() -> None:
     assert BpeTokenizer(pretrained_file(trimmed)).sha256 == one.sha256  # changes no token
     plain = BpeTokenizer(small_bpe().file() or b"")
     assert (plain.kind, plain.sha256) == ("bpe", small_bpe().sha256)
+
+
+def test_tokenizer_that_composes_texts_has_the_bytes_of_the_composed_text() -> None:
+    """As Qwen's: NFC."""
+    tokenizer = BpeTokenizer(pretrained_file(normalizer={"type": "NFC"}))
+    apart, composed = "nai\u0308ve", "naïve"
+    assert tokenizer.encode(apart) == tokenizer.encode(composed)
+    assert tokenizer.decode(tokenizer.encode(apart)) == composed
+    assert tokenizer.token_bytes()[tokenizer.encode(apart)].sum() == len(composed.encode())
+    plain = BpeTokenizer(pretrained_file())
+    assert plain.decode(plain.encode(apart)) == apart
+    assert plain.sha256 != tokenizer.sha256
 
 
 def test_tokenizer_that_changes_texts_is_refused() -> None:

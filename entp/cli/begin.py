@@ -156,6 +156,15 @@ def check_unchanged(size: str | None, changes: dict[str, Any]) -> None:
         )
 
 
+def is_huggingface(folder: Path) -> bool:
+    """Whether a folder is in HuggingFace's format, and no run."""
+    try:
+        data = parse_json((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and "model_type" in data and "model" not in data
+
+
 def read_beginning(folder: Path) -> Beginning:
     """What the run in this folder, one that comes with entp, or a folder of HuggingFace's hands on;
     the run's own task need not be at hand."""
@@ -169,7 +178,7 @@ def read_beginning(folder: Path) -> Beginning:
         data = upgrade_config(parse_json(path.read_text()))
     except ValueError as error:
         raise InputError(f"{path} cannot be read: {error}") from None
-    if isinstance(data, dict) and "model_type" in data and "model" not in data:
+    if is_huggingface(folder):
         return FolderBeginning(folder)
     if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
         raise InputError(f"{path} describes no model: {ACCEPTED}.")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from entp.cli.begin import FolderBeginning, read_beginning
+from entp.cli.begin import is_huggingface
 from entp.cli.on import on_options, run_on, take_on
 from entp.cli.parse import name_of, named_task, parse
 from entp.config import Impl, Mode, Run
@@ -110,7 +110,7 @@ def open_run(
     from entp.training.distributed import World, pick_device
 
     where = pick_device(device, World())
-    if is_huggingface(folder):
+    if is_huggingface(Path(folder).expanduser()):
         return *_open_folder(folder, task, data, where), where
     run = load_run(folder, checkpoint)
     if run.task.takes_data:
@@ -118,12 +118,6 @@ def open_run(
     if data is not None:
         run = dataclasses.replace(run, task=run.task.with_data(data))
     return load(folder, checkpoint, where), run, where
-
-
-def is_huggingface(folder: str) -> bool:
-    """Whether a folder is in HuggingFace's format, and no run."""
-    place = Path(folder).expanduser()
-    return (place / "config.json").is_file() and isinstance(read_beginning(place), FolderBeginning)
 
 
 def _open_folder(folder: str, task: str | None, data: str | None, device: Any) -> tuple[Any, Run]:

@@ -45,7 +45,7 @@ MODULES = [
     importlib.import_module(f"entp.cli.{found.name}")
     for found in pkgutil.iter_modules(entp.cli.__path__)
 ]
-OTHER_PROGRAMS = "lm-eval|mypy|pip|pytest|torchrun"
+OTHER_PROGRAMS = "hf download|lm-eval|mypy|pip|pytest|torchrun"
 MAP = DOCS / "map.md"
 PRETRAINED = {
     "smollm2": "llama",

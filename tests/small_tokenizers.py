@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from pathlib import Path
 
 from small_texts import documents
 
 from entp.data.tokenizers import Tokenizer, train_bpe
-from entp.data.vocabulary import END
+from entp.data.vocabulary import BYTE_OF, END
 
 
 @cache
@@ -62,3 +63,14 @@ def pretrained_file(cut: object = LLAMA_CUT, tokens: object = SPECIAL, **more: o
     model = json.loads(small_bpe().file() or b"")["model"]
     model["vocab"]["qzq"] = model["vocab"].pop(END)
     return changed({"model": model, "pre_tokenizer": cut, "added_tokens": tokens, **more})
+
+
+def gpt2_like(folder: Path, merges: int = 50_000) -> Path:
+    """Files of GPT-2's size: every pair of bytes is a merge, in order, until there are enough."""
+    letters = list(BYTE_OF)
+    pairs = [(a, b) for a in letters for b in letters][:merges]
+    tokens = [*letters, *(a + b for a, b in pairs), END]
+    (folder / "encoder.json").write_text(json.dumps({t: i for i, t in enumerate(tokens)}))
+    lines = ["#version: 0.2", *(f"{a} {b}" for a, b in pairs), ""]
+    (folder / "vocab.bpe").write_text("\n".join(lines), encoding="utf-8")
+    return folder

@@ -106,13 +106,16 @@ class FolderBeginning(NamedTuple):
         return None if found is None else found.for_model(self.folder)
 
     def measured_on(self, kind: type[Task]) -> Task | None:
-        """The same, with as many tokens as the model reads, up to MOST_READ."""
-        found, names = self.task(kind), {f.name for f in dataclasses.fields(kind)}
-        if found is None or "block" not in names:
-            return found
-        config: Any = parse_json((self.folder / "config.json").read_bytes())
-        most = min(PretrainedConfig(config).context_length, MOST_READ)
-        return dataclasses.replace(found, block=most)  # type: ignore[call-arg]
+        """The same, with as many tokens as the model reads, up to MOST_READ, and all that it
+        knows."""
+        found = self.task(kind)
+        if found is None:
+            return None
+        stored: Any = parse_json((self.folder / "config.json").read_bytes())
+        config = PretrainedConfig(stored)
+        own = {"block": min(config.context_length, MOST_READ), "vocab": config.vocab}
+        names = {f.name for f in dataclasses.fields(kind)}
+        return dataclasses.replace(found, **{k: v for k, v in own.items() if k in names})
 
     def model_for(self, task: Task, options: Any, changes: dict[str, Any]) -> AnyModelConfig:
         from entp.hf.beginning import read_pretrained

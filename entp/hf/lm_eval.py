@@ -56,7 +56,6 @@ class EntpLM(TemplateLM):
         where = pick_device(device or "auto", World())
         self.model, told, name = _open(Path(run), checkpoint, where)
         self.text = find_tokenizer(name)
-        _check_model(told.model, name, run)
         how = dataclasses.replace(Forward.of(told, mode or told.mode), impl=impl)
         _check_mode(how.mode)
         self.scorer = Scorer(self.model, how, where, _rows(batch_size))
@@ -135,7 +134,9 @@ def _open(
         model, run = open_pretrained(place)
         return model.to(device), run, tokenizer_of_run(place)
     folder = find(place, checkpoint)
-    return load(folder, device=device), load_run(folder), tokenizer_of_run(folder)
+    told, name = load_run(folder), tokenizer_of_run(folder)
+    _check_model(told.model, name, str(place))
+    return load(folder, device=device), told, name
 
 
 def _sum(scores: list[tuple[float, bool]]) -> tuple[float, bool]:

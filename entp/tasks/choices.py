@@ -68,12 +68,16 @@ class ZeroShot(Task):
     block: int = 128
     """Most tokens read; longer contexts lose their beginning, longer continuations are read in
     windows. `--on` takes the run's."""
+    vocab: int | None = None
+    """Tokens of the model. None: those of the tokenizer, and with GPT-2's 50304. `--on` takes those
+    of a pretrained model that is measured as it is."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "task.")
         problems = choice_problems(self, "task.") + name_problems(self.tokenizer)
-        if self.block < 1:
-            problems.append(f"task.block is {self.block}: it must be at least 1")
+        for name, value in (("block", self.block), ("vocab", self.vocab)):
+            if value is not None and value < 1:
+                problems.append(f"task.{name} is {value}: it must be at least 1")
         raise_problems(problems)
 
     def with_data(self, data: str | None) -> Self:
@@ -87,7 +91,8 @@ class ZeroShot(Task):
         raise NotImplementedError
 
     def model_needs(self) -> dict[str, Any]:
-        return {"vocab": model_vocab(self.tokenizer), "context_length": self.block}
+        vocab = self.vocab or model_vocab(self.tokenizer)
+        return {"vocab": vocab, "context_length": self.block}
 
     def batch(self, seed: int, split: Split, step: int, size: int) -> Batch:
         """Whole items of the file in order, at most `size` rows; each comes once before any comes

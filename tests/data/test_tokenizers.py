@@ -20,6 +20,7 @@ from small_tokenizers import (
     added,
     changed,
     changed_model,
+    gpt2_like,
     pretrained_file,
     small_bpe,
 )
@@ -117,17 +118,6 @@ def test_unknown_token_is_refused(token: int) -> None:
 def test_incomplete_characters_are_decoded_as_bytes() -> None:
     assert ByteTokenizer().decode("é".encode()[:1]) == "\ufffd"
     assert ByteTokenizer().decode_bytes("é".encode()[:1]) == b"\xc3"
-
-
-def gpt2_like(folder: Path, merges: int = 50_000) -> Path:
-    """Files of GPT-2's size: every pair of bytes is a merge, in order, until there are enough."""
-    letters = list(BYTE_OF)
-    pairs = [(a, b) for a in letters for b in letters][:merges]
-    tokens = [*letters, *(a + b for a, b in pairs), END]
-    (folder / "encoder.json").write_text(json.dumps({t: i for i, t in enumerate(tokens)}))
-    lines = ["#version: 0.2", *(f"{a} {b}" for a, b in pairs), ""]
-    (folder / "vocab.bpe").write_text("\n".join(lines), encoding="utf-8")
-    return folder
 
 
 def test_gpt2_is_read_from_its_two_files(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from small_networks import add_tokenizer, folder_of
 from small_texts import WORDS
-from small_tokenizers import pretrained_file
+from small_tokenizers import gpt2_like, pretrained_file
 
 from entp.cli.main import main
-from entp.data.tokenizers import BpeTokenizer
+from entp.data.tokenizers import BpeTokenizer, gpt2_tokenizer
 from entp.training.checkpoint import load_run
 
 transformers = pytest.importorskip("transformers", reason="needs the transformers library")
@@ -87,11 +87,17 @@ def test_generated_text_is_that_of_transformers(
     )
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_options_are_scored_as_by_transformers(
-    place: Path, capsys: pytest.CaptureFixture[str]
+    family: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text, network, right, costs = BpeTokenizer(pretrained_file()), theirs("llama"), 0, 0.0
-    size = 0
+    """gpt2: with as many tokens as GPT-2 has, to which our own models add 47."""
+    text = BpeTokenizer(pretrained_file())
+    if family == "gpt2":
+        text = gpt2_tokenizer(gpt2_like(place))  # type: ignore[assignment]
+        folder_of("gpt2", place / "gpt2", vocab_size=text.vocab, n_positions=64)
+        (place / "gpt2/tokenizer.json").write_bytes(text.file())
+    network, right, costs, size = theirs(family), 0, 0.0, 0
     for sentence, *options, answer in ITEMS:
         before, after = sentence.split("_")
         scores = []
@@ -101,7 +107,7 @@ def test_options_are_scored_as_by_transformers(
             scores.append(float(nats(network, tokens, len(tokens) - len(context)).sum()))
         right += int(np.argmin(scores)) == int(answer) - 1
         costs, size = costs + scores[int(answer) - 1], size + len(after.encode())
-    words = ("evaluate", "llama", "--on=winogrande", "--json")
+    words = ("evaluate", family, "--on=winogrande", "--json")
     found = json.loads(printed(capsys, *words))
     assert found["n"] == len(ITEMS)
     assert found["accuracy"] == right / len(ITEMS)

@@ -14,6 +14,7 @@ from entp import pretrained
 from entp.config import SIZES, AnyModelConfig, Mode, ModelConfig, PretrainedConfig
 from entp.config.json import model_from_json, run_from_json
 from entp.config.upgrade import upgrade_config
+from entp.data.tokenizers import tokenizer_at
 from entp.errors import InputError
 from entp.files import parse_json
 from entp.hf import MOST_READ, refuse_gguf
@@ -103,25 +104,47 @@ class FolderBeginning(NamedTuple):
             found = _made(kind, {"tokenizer": tokenizer_of_run(self.folder)})
         except InputError:  # a tokenizer that only the model's own texts are cut by
             found = _made(kind, {})
-        return None if found is None else found.for_model(self.folder)
+        return None if found is None else self._with_all_tokens(found.for_model(self.folder))
+
+    def _with_all_tokens(self, task: Task) -> Task:
+        """A task on text that the folder's own tokenizer cuts, with the tokens that the model has:
+        GPT-2's are not filled up to 50304."""
+        from entp.hf.vocabulary import reads_own_text
+
+        if "vocab" not in _fields(task) or not reads_own_text(task, self.folder):
+            return task
+        try:
+            tokens = tokenizer_at(self.folder).vocab
+        except InputError:  # such a task counts them itself
+            return task
+        there = self._config().vocab
+        return _replace(task, vocab=there) if tokens <= there else task
+
+    def _config(self) -> PretrainedConfig:
+        stored: Any = parse_json((self.folder / "config.json").read_bytes())
+        return PretrainedConfig(stored)
 
     def measured_on(self, kind: type[Task]) -> Task | None:
-        """The same, with as many tokens as the model reads, up to MOST_READ, and all that it
-        knows."""
+        """The same, with as many tokens as the model reads, up to MOST_READ."""
         found = self.task(kind)
-        if found is None:
-            return None
-        stored: Any = parse_json((self.folder / "config.json").read_bytes())
-        config = PretrainedConfig(stored)
-        own = {"block": min(config.context_length, MOST_READ), "vocab": config.vocab}
-        names = {f.name for f in dataclasses.fields(kind)}
-        return dataclasses.replace(found, **{k: v for k, v in own.items() if k in names})
+        if found is None or "block" not in _fields(found):
+            return found
+        return _replace(found, block=min(self._config().context_length, MOST_READ))
 
     def model_for(self, task: Task, options: Any, changes: dict[str, Any]) -> AnyModelConfig:
         from entp.hf.beginning import read_pretrained
 
         check_unchanged(options.size, changes)
         return read_pretrained(self.folder, task, **adapters(options)).model
+
+
+def _fields(task: Any) -> set[str]:
+    return {f.name for f in dataclasses.fields(task)}
+
+
+def _replace(task: Any, **fields: Any) -> Any:
+    """The task with other values of fields that it has."""
+    return dataclasses.replace(task, **fields)
 
 
 def _made(kind: type[Task], fields: dict[str, Any]) -> Task | None:

@@ -71,7 +71,8 @@ class Text(Task):
     corpus: str = ""
     """Hash of the prepared corpus. `--data` sets it, and vocab."""
     vocab: int = 257
-    """Tokens of the model: those of the corpus' tokenizer, and with GPT-2's 50304."""
+    """Tokens of the model: those of the corpus' tokenizer, with GPT-2's 50304, or those of the
+    pretrained model that `--init` names."""
     block: int = 128
     """Tokens read per sequence."""
     rows: Literal["windows", "documents"] = "windows"
@@ -113,7 +114,9 @@ class Text(Task):
         found = self._named(data)
         if self.corpus and found.hash != self.corpus:
             self._check_tokenizer(found)
-        return replace(self, corpus=found.hash, vocab=_model_vocab(found))
+        own = self.corpus and self.vocab >= found.vocab
+        vocab = self.vocab if own else _model_vocab(found)
+        return replace(self, corpus=found.hash, vocab=vocab)
 
     def _named(self, data: str | None) -> Corpus:
         """The corpus that `data` names, whatever is found elsewhere."""

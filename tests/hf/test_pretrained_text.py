@@ -163,6 +163,29 @@ def test_text_is_trained_on_with_the_models_own_tokens(
     )
 
 
+def test_gpt2_is_trained_with_its_own_tokens_alone(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not with the 50304 of our own models: its losses are those of transformers."""
+    text = gpt2_tokenizer(gpt2_like(place))
+    folder_of("gpt2", place / "gpt2", vocab_size=text.vocab, n_positions=64)
+    (place / "gpt2/tokenizer.json").write_bytes(text.file() or b"")
+    words = ["train", "text", "--data=notes.txt", "--init=gpt2", "--out=run", "--mode=decoder"]
+    words += ["--task.block=12", "--batch-size=4", "--optim.warmup-steps=1", "--optim.lr=1e-9"]
+    words += ["--optim.min-lr=0", "--train.eval-batches=1", "--train.checkpoint-every=1"]
+    printed(capsys, *words, "--steps=1")
+    run = load_run("run")
+    assert run.model.vocab == text.vocab == 50257
+    batch = run.task.batch(0, "test", 0, 4)
+    with torch.no_grad():
+        logits = theirs("gpt2")(torch.from_numpy(batch.x)).logits
+    at = torch.from_numpy(batch.target_mask)
+    want = torch.nn.functional.cross_entropy(logits[at], torch.from_numpy(batch.targets))
+    found = json.loads(printed(capsys, "evaluate", "run", "--batches=1", "--json"))
+    assert found["loss"] == pytest.approx(float(want), rel=1e-4)
+    printed(capsys, "train", "text", "--resume", "--out=run", "--steps=2")
+
+
 def test_models_without_tokens_for_bytes_are_refused(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

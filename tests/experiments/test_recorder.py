@@ -139,7 +139,7 @@ def test_killed_runs_are_recorded_and_go_on(jobs: int, tmp_path: Path) -> None:
     assert [(run.status, run.steps) for run in found.arms["decoder"].runs] == [
         ("done", max(last) + 3)
     ] * 2
-    assert verdict_of(found) == "reproduced"
+    assert verdict_of(found) == "shown"
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_run_whose_test_is_interrupted_is_recorded_as_untested(
     for run in found.arms["decoder"].runs[:jobs]:
         assert run.test is not None
         assert run.environment.resumed == []  # it was not trained again
-    assert verdict_of(found) == "reproduced"
+    assert verdict_of(found) == "shown"
 
 
 def verdict_of(record: Record) -> str | None:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Generator
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -319,23 +319,26 @@ class Loop:
         if reason := stop_reason(run, self.evaluations, had=True):
             return self.result(reason)
         batches = _batches(run.task, run.seed, self.plan, run.steps, state.step, self.device)
-        for batch in () if late else batches:
-            late, signal, save = self.one_step(batch)
-            last = state.step == run.steps or late
-            if last and signal:
-                last = False  # resuming measures what is left
-            self.report_step(last or signal)
-            if not signal and (last or state.step % run.train.eval_every == 0):
-                self.measure()
-                reason = stop_reason(run, self.evaluations)
-                last = last or bool(reason)
-            if last or signal or save or state.step % run.train.checkpoint_every == 0:
-                self.save()
-            if signal:
-                name = self.signals.name()
-                return self.result(f"stopped by {name} and saved; continue with --resume")
-            if last:
-                break
+        # Closed here, not by the garbage collector: that may run in a thread that is just
+        # starting, where waiting for the batches' own thread would never end.
+        with closing(batches):
+            for batch in () if late else batches:
+                late, signal, save = self.one_step(batch)
+                last = state.step == run.steps or late
+                if last and signal:
+                    last = False  # resuming measures what is left
+                self.report_step(last or signal)
+                if not signal and (last or state.step % run.train.eval_every == 0):
+                    self.measure()
+                    reason = stop_reason(run, self.evaluations)
+                    last = last or bool(reason)
+                if last or signal or save or state.step % run.train.checkpoint_every == 0:
+                    self.save()
+                if signal:
+                    name = self.signals.name()
+                    return self.result(f"stopped by {name} and saved; continue with --resume")
+                if last:
+                    break
         if self.measured_at < state.step:  # a signal came with the last step
             self.measure()
             self.save()
@@ -519,7 +522,7 @@ class Loop:
 
 def _batches(
     task: Task, seed: int, plan: Plan, steps: int, start: int, device: torch.device
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """The batches of steps start, start + 1, ..., made ahead of them."""
     for part in plan.segments(start, steps):
         size = plan.batch_size(part[0])

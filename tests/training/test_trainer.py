@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -562,6 +563,17 @@ def test_loss_that_is_not_finite_stops_and_overwrites_nothing(
         fit(rotten_run(steps=20, train=rarely), tmp_path)
     assert [p.name for p in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000005"]
     assert equal(weights(tmp_path), five_good_steps)
+
+
+def test_no_thread_is_left_behind_by_training_that_fails(tmp_path: Path) -> None:
+    """Though the error still holds the loop: the garbage collector could close its batches in a
+    thread that is just starting, and wait there for ever."""
+    before = set(threading.enumerate())
+    with pytest.raises(TrainingStopped) as caught:
+        fit(rotten_run(steps=20), tmp_path)
+    assert caught.tb is not None
+    left = set(threading.enumerate()) - before
+    assert not [thread.name for thread in left if thread.name.startswith("ThreadPoolExecutor")]
 
 
 def test_best_weights_outlive_a_loss_that_is_not_finite(tmp_path: Path) -> None:

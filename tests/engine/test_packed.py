@@ -30,8 +30,8 @@ def results(model: Transformer, x: Tensor, **options: Any) -> Results:
     if x.is_floating_point():
         x = x.clone().requires_grad_()
     out = all_prefixes(model, x, **options)
-    weight = torch.cos(torch.arange(out.numel(), dtype=torch.float64)).reshape(out.shape)
-    (weight * out).sum().backward()
+    weight = torch.cos(torch.arange(out.numel(), dtype=torch.float64, device=out.device))
+    (weight.reshape(out.shape) * out).sum().backward()
     grads = {
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
         for name, p in model.named_parameters()

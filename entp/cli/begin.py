@@ -17,7 +17,7 @@ from entp.config.upgrade import upgrade_config
 from entp.data.tokenizers import tokenizer_at
 from entp.errors import InputError
 from entp.files import parse_json
-from entp.hf import MOST_READ, refuse_gguf
+from entp.hf import MOST_READ, is_huggingface, refuse_gguf
 from entp.tasks.base import TASKS, Task
 from entp.tasks.tokens import any_tokenizer_of_run, look_into, tokenizer_of_run
 
@@ -180,15 +180,6 @@ def check_unchanged(size: str | None, changes: dict[str, Any]) -> None:
             f"{given[0].replace('_', '-')} is given, and the shape of a pretrained model is that "
             "of its weights: leave it out."
         )
-
-
-def is_huggingface(folder: Path) -> bool:
-    """Whether a folder is in HuggingFace's format, and no run."""
-    try:
-        data = parse_json((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(data, dict) and "model_type" in data and "model" not in data
 
 
 def read_beginning(folder: Path) -> Beginning:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from entp.cli.begin import is_huggingface
 from entp.cli.on import on_options, run_on, take_on
 from entp.cli.parse import name_of, named_task, parse
 from entp.config import Impl, Mode, Run
 from entp.data.places import add_place
 from entp.errors import InputError, one_of
+from entp.hf import is_huggingface, refuse_gguf
 from entp.tasks.base import Split, Task
 from entp.terminal import counted, format_table
 
@@ -110,6 +110,7 @@ def open_run(
     from entp.training.distributed import World, pick_device
 
     where = pick_device(device, World())
+    refuse_gguf(Path(folder))
     if is_huggingface(Path(folder).expanduser()):
         return *_open_folder(folder, task, data, where), where
     run = load_run(folder, checkpoint)

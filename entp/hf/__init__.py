@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from entp.errors import InputError
+from entp.files import parse_json
 
 MOST_READ = 1024
 """Tokens of a text where a pretrained model is measured as it is, unless more are asked for."""
@@ -52,6 +53,15 @@ def wrap(network: Any) -> PretrainedModel:
     from entp.hf import families
 
     return families.wrap(network)
+
+
+def is_huggingface(folder: Path) -> bool:
+    """Whether a folder is in HuggingFace's format, and no run."""
+    try:
+        data = parse_json((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and "model_type" in data and "model" not in data
 
 
 def refuse_gguf(source: Path) -> None:

@@ -6,7 +6,6 @@ train(Run(Count3(), init.model, ...), "runs/bert", init=init)
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 from entp.config import Mode, PretrainedConfig, Run
 from entp.data.tokenizers import tokenizer_at
 from entp.errors import InputError
-from entp.hf import MOST_READ, load, refuse_gguf
+from entp.hf import MOST_READ, is_huggingface, load, refuse_gguf
 from entp.hf.adapters import PretrainedModel
 from entp.hf.building import describe, train_every_token
 from entp.hf.loading import MASKED
@@ -26,15 +25,6 @@ from entp.hf.vocabulary import Rows, rows_for
 from entp.tasks.base import Task
 from entp.tasks.text import Text
 from entp.training.initialise import Init, init_from
-
-
-def is_pretrained(folder: Path) -> bool:
-    """Whether a folder holds a model in HuggingFace's format."""
-    try:
-        found = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and "model_type" in found
 
 
 def read_pretrained(
@@ -86,7 +76,7 @@ def open_pretrained(folder: str | Path, data: str | None = None) -> tuple[Pretra
 @lru_cache(maxsize=1)  # what a command asks for twice is read once
 def _read(folder: Path, task: Task) -> Init:
     refuse_gguf(folder)
-    if not is_pretrained(folder):
+    if not is_huggingface(folder):
         raise InputError(
             f"{folder} is no folder in HuggingFace's format: it needs config.json with a "
             "model_type, and the weights in model.safetensors."

@@ -21,7 +21,8 @@ from tqdm import tqdm
 from entp.config import Run, check_mode
 from entp.engine.generation.generate import generate
 from entp.errors import InputError
-from entp.hf.beginning import is_pretrained, open_pretrained
+from entp.hf import is_huggingface, refuse_gguf
+from entp.hf.beginning import open_pretrained
 from entp.hf.scoring import Scorer
 from entp.tasks.tokens import find_tokenizer, look_into, model_vocab, tokenizer_of_run
 from entp.tasks.windows import windows
@@ -129,7 +130,8 @@ def _open(
     place: Path, checkpoint: Literal["best", "last"], device: torch.device
 ) -> tuple[Any, Run, str]:
     """Model, run and tokenizer of a run, or of a folder in HuggingFace's format."""
-    if is_pretrained(place):
+    refuse_gguf(place)
+    if is_huggingface(place):
         look_into(place)
         model, run = open_pretrained(place)
         return model.to(device), run, tokenizer_of_run(place)

@@ -197,8 +197,9 @@ def find(path: Path, checkpoint: Literal["best", "last"] = "best") -> Path:
         known = f", or one of {', '.join(names)}" if (names := pretrained.names()) else ""
         raise InputError(
             f"there is no run folder {path}: give the --out of a finished or interrupted `entp "
-            f"train`, a model that `entp export` wrote{known}. Weights in HuggingFace's format are "
-            "for entp.hf.load and `entp train TASK --init FOLDER`."
+            f"train`, a model that `entp export` wrote{known}. A folder in HuggingFace's "
+            "format is for entp.hf.load, `entp train TASK --init`, `entp evaluate`, `entp "
+            "generate` and `entp lm-eval`."
         )
     if weights_name(path) is not None:
         if (path / CHECKSUMS).is_file():

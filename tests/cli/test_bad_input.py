@@ -84,6 +84,8 @@ TRAINING = [
 RUNS = [
     ("evaluate", "needs a run folder"),
     ("evaluate runs/none", "no run folder runs/none"),
+    ("evaluate runs/model.gguf", "write it by `entp llm convert runs/model.gguf --out FOLDER`"),
+    ("generate runs/model.gguf", "write it by `entp llm convert runs/model.gguf --out FOLDER`"),
     ("evaluate runs", "holds no complete checkpoint"),
     ("evaluate runs/first --batches 0", "batches is 0: at least 1 is needed"),
     ("evaluate runs/first --by digits", "unknown slice of count3 'digits': allowed are length"),

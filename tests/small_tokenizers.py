@@ -8,7 +8,8 @@ from pathlib import Path
 
 from small_texts import documents
 
-from entp.data.tokenizers import Tokenizer, train_bpe
+from entp.data.tokenizer import Tokenizer
+from entp.data.tokenizers import train_bpe
 from entp.data.vocabulary import BYTE_OF, END
 
 
@@ -63,6 +64,46 @@ def pretrained_file(cut: object = LLAMA_CUT, tokens: object = SPECIAL, **more: o
     model = json.loads(small_bpe().file() or b"")["model"]
     model["vocab"]["qzq"] = model["vocab"].pop(END)
     return changed({"model": model, "pre_tokenizer": cut, "added_tokens": tokens, **more})
+
+
+@cache
+def text_file(kind: str) -> bytes:
+    """A tokenizer.json of another kind, trained on the small texts.
+
+    bert: WordPiece of words in lower case. llama2: BPE of characters with a space before each text,
+    and bytes for what it does not know. t5: Unigram.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    how = {"vocab_size": 300, "show_progress": False}
+    if kind == "bert":
+        made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        made.normalizer = normalizers.BertNormalizer(lowercase=True)
+        made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        made.decoder = decoders.WordPiece()
+        names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+        trainer = trainers.WordPieceTrainer(special_tokens=names, **how)
+    elif kind == "llama2":
+        made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+        before, spaces = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
+        made.normalizer = normalizers.Sequence([before, spaces])
+        text = decoders.Replace("▁", " ")
+        parts = [text, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        made.decoder = decoders.Sequence(parts)
+        names = ["<unk>", "<s>", "</s>"]
+        trainer = trainers.BpeTrainer(special_tokens=names, **how)
+    else:
+        made = Tokenizer(models.Unigram())
+        made.normalizer, made.decoder = normalizers.NFKC(), decoders.Metaspace()
+        made.pre_tokenizer = pre_tokenizers.Metaspace()
+        names = ["<pad>", "</s>", "<unk>"]
+        trainer = trainers.UnigramTrainer(special_tokens=names, unk_token="<unk>", **how)
+    made.train_from_iterator(documents(200), trainer)
+    file = json.loads(made.to_str())
+    if kind == "llama2":
+        known = file["model"]["vocab"]
+        known |= {f"<0x{byte:02X}>": len(known) + byte for byte in range(256)}
+    return json.dumps(file).encode()
 
 
 def gpt2_like(folder: Path, merges: int = 50_000) -> Path:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from entp.data.tokenizers import TOKENIZER, load_library
+from entp.data.tokenizer import TOKENIZER, load_library
 from entp.errors import InputError
 
 DIGITS = 16
@@ -21,8 +21,9 @@ DIGITS = 16
 class JsonTokenizer:
     """Text to tokens and back, from the contents of a tokenizer.json."""
 
-    def __init__(self, file: bytes, where: str = TOKENIZER) -> None:
-        self.file, self._where = file, where
+    def __init__(self, file: bytes, where: str = TOKENIZER, special_are_text: bool = False) -> None:
+        """special_are_text: the names of special tokens are ordinary text where they are read."""
+        self.file, self._where, self._special_are_text = file, where, special_are_text
 
     @property
     def name(self) -> str:
@@ -51,9 +52,9 @@ class JsonTokenizer:
         found: int | None = self._library.token_to_id(text)
         return found
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens; special ones are written out."""
-        text: str = self._library.decode([int(t) for t in tokens], skip_special_tokens=False)
+    def decode(self, tokens: Sequence[int], special: bool = True) -> str:
+        """The text of some tokens; special: special ones are written out, else left out."""
+        text: str = self._library.decode([int(t) for t in tokens], skip_special_tokens=not special)
         return text
 
     @cached_property
@@ -67,6 +68,7 @@ class JsonTokenizer:
             ) from None
         found.no_truncation()  # some files cut texts off
         found.no_padding()
+        found.encode_special_tokens = self._special_are_text
         return found
 
 

@@ -21,7 +21,8 @@ from entp.data.places import CACHE, cache_folder
 from entp.data.settings import Settings, differences, settings_of
 from entp.data.sources import Source
 from entp.data.splits import Fractions, Part, Splitter, lengths_if_few
-from entp.data.tokenizers import TOKENIZER, BpeTokenizer, ByteTokenizer, Tokenizer, train_bpe
+from entp.data.tokenizer import TOKENIZER, Tokenizer
+from entp.data.tokenizers import ByteTokenizer, make_tokenizer, train_bpe
 from entp.data.writer import SplitWriter
 from entp.errors import InputError
 from entp.files import explain_failed_writes, json_bytes, lock_folder, parse_json, write_file
@@ -123,7 +124,7 @@ class Preparation:
             return ByteTokenizer()
         path = self.folder / TOKENIZER
         if path.is_file():
-            return BpeTokenizer(path.read_bytes(), str(path))
+            return make_tokenizer(path.read_bytes(), str(path))
         found = self.given or self._train(lengths)
         with self._explained():
             write_file(path, found.file() or b"")
@@ -196,6 +197,8 @@ class Preparation:
             write_file(self.folder / MANIFEST, json_bytes(manifest))
         self._clean()
         self._say(_summary(manifest))
+        if not tokenizer.counts_bytes:
+            self._say("its tokens do not stand for bytes of the text: no bits per byte")
 
     def _clean(self) -> None:
         """Remove what only preparing needs, if the disk lets it: the corpus is whole without."""

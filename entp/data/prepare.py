@@ -14,7 +14,8 @@ from entp.data.settings import cache_name, settings_for
 from entp.data.shards import Corpus, open_corpus
 from entp.data.sources import SUFFIXES, Files, Pydoc, Source, is_text, openwebtext, stem, text_files
 from entp.data.splits import Fractions
-from entp.data.tokenizers import Tokenizer, check_vocab, gpt2_tokenizer, tokenizer_at
+from entp.data.tokenizer import Tokenizer
+from entp.data.tokenizers import check_vocab, gpt2_tokenizer, tokenizer_at
 from entp.errors import InputError
 
 SHARD_TOKENS = 100_000_000

@@ -10,7 +10,7 @@ from typing import Any
 from entp.data.manifest import VERSION, Manifest
 from entp.data.sources import Source, format_of
 from entp.data.splits import Fractions, as_settings
-from entp.data.tokenizers import Tokenizer
+from entp.data.tokenizer import Tokenizer
 from entp.errors import InputError
 
 Settings = dict[str, Any]

@@ -16,7 +16,8 @@ from entp.data.manifest import (
     token_type,
 )
 from entp.data.places import find_corpus, places
-from entp.data.tokenizers import Tokenizer, read_tokenizer
+from entp.data.tokenizer import Tokenizer
+from entp.data.tokenizers import read_tokenizer
 from entp.errors import InputError, one_of
 
 

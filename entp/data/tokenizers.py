@@ -1,15 +1,15 @@
-"""Text to tokens and back: bytes, or byte-level BPE, such as GPT-2's or a pretrained model's.
+"""Text to tokens and back: bytes, byte-level BPE, such as GPT-2's, or any of a pretrained model.
 
-Every token but the special ones stands for some bytes, so bits per byte are exact. Special tokens
-are never read out of a text: the end token only follows documents. Only encoding with BPE needs the
-`tokenizers` library.
+Every token of the first two but the special ones stands for some bytes, so bits per byte are exact.
+Special tokens are never read out of a text: the end token only follows documents. Only encoding
+with BPE needs the `tokenizers` library.
 """
 
 from __future__ import annotations
 
 import hashlib
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 
 from entp.data.manifest import MANIFEST, read_manifest
-from entp.data.vocabulary import END, read_vocabulary
+from entp.data.text_tokenizer import TextTokenizer
+from entp.data.tokenizer import TOKENIZER, Tokenizer, load_library, utf8
+from entp.data.vocabulary import END, NotBytes, read_vocabulary
 from entp.data.words import WordEncoder
 from entp.errors import InputError, one_of
 from entp.files import json_bytes, parse_json
 
-TOKENIZER = "tokenizer.json"
 MADE = ("bytes", "bpe", "gpt2")
 """Tokenizers that are made here, or from GPT-2's own files."""
 KINDS = (*MADE, "pretrained")
@@ -35,55 +36,6 @@ PROBE = "a b  Bé\n\n\t x12345 don't\u00a0漢字!?  "
 """What a tokenizer must give back as it is."""
 
 
-class Tokenizer:
-    """Text to tokens 0..vocab-1 and back; `end` is the token that follows a document."""
-
-    kind: str
-    vocab: int
-    end: int
-
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a text."""
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """The tokens of each text."""
-        return [tokens.tolist() for tokens in self.encode_arrays(texts)]
-
-    def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        """The tokens of each text, as arrays."""
-        raise NotImplementedError
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens; bytes that are no UTF-8 become U+FFFD."""
-        return self.decode_bytes(tokens).decode("utf-8", "replace")
-
-    def decode_bytes(self, tokens: Sequence[int]) -> bytes:
-        """The bytes that some tokens stand for; the end token stands for none."""
-        bad = [token for token in tokens if not 0 <= token < self.vocab]
-        if bad:
-            raise InputError(f"there is no token {bad[0]}: the tokenizer has {self.vocab}.")
-        return b"".join(self.pieces[token] for token in tokens)
-
-    @property
-    def pieces(self) -> list[bytes]:
-        """The bytes of every token."""
-        raise NotImplementedError
-
-    def token_bytes(self) -> np.ndarray:
-        """(vocab,) the number of bytes that each token stands for; 0 for the end token."""
-        return np.array([len(piece) for piece in self.pieces], dtype=np.int64)
-
-    def file(self) -> bytes | None:
-        """What tokenizer.json holds; None if there is none."""
-        return None
-
-    @property
-    def sha256(self) -> str | None:
-        """The checksum of its tokens and merges; None where there is no tokenizer.json."""
-        return None
-
-
 class ByteTokenizer(Tokenizer):
     """A token for each byte of UTF-8."""
 
@@ -92,7 +44,7 @@ class ByteTokenizer(Tokenizer):
     end = 256
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
-        return [np.frombuffer(_utf8(text), dtype=np.uint8) for text in texts]
+        return [np.frombuffer(utf8(text), dtype=np.uint8) for text in texts]
 
     @cached_property
     def pieces(self) -> list[bytes]:
@@ -114,7 +66,7 @@ class BpeTokenizer(Tokenizer):
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
         if self._known.composes:
             texts = [unicodedata.normalize("NFC", text) for text in texts]
-        data = [_utf8(text) for text in texts]
+        data = [utf8(text) for text in texts]
         self._check_bytes(data)
         if self._words is not None and sum(map(len, data)) >= MUCH_TEXT:
             return self._words.encode(data)
@@ -198,11 +150,19 @@ class BpeTokenizer(Tokenizer):
         return found
 
 
+def make_tokenizer(file: bytes, where: str = TOKENIZER) -> Tokenizer:
+    """The tokenizer of a tokenizer.json's contents."""
+    try:
+        return BpeTokenizer(file, where)
+    except NotBytes:
+        return TextTokenizer(file, where)
+
+
 def read_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a prepared corpus or of a run: its tokenizer.json, or bytes if there is
     none."""
     path = folder / TOKENIZER
-    found = BpeTokenizer(path.read_bytes(), str(path)) if path.is_file() else ByteTokenizer()
+    found = make_tokenizer(path.read_bytes(), str(path)) if path.is_file() else ByteTokenizer()
     if (folder / MANIFEST).is_file():
         _check_fits(found, read_manifest(folder)["tokenizer"], folder)
     return found
@@ -216,7 +176,7 @@ def tokenizer_at(place: Path) -> Tokenizer:
             f"there is no tokenizer {str(place)!r}: allowed are {', '.join(MADE)}, or a folder "
             f"with a {TOKENIZER}, such as that of a pretrained model, a corpus or a run."
         )
-    return BpeTokenizer(path.read_bytes(), str(path))
+    return make_tokenizer(path.read_bytes(), str(path))
 
 
 def gpt2_tokenizer(folder: Path) -> Tokenizer:
@@ -282,17 +242,6 @@ def _library_bpe(vocab: dict[str, int], merges: list[Any]) -> Any:
     return found
 
 
-def load_library() -> Any:
-    """The `tokenizers` library."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise InputError(
-            "BPE needs the tokenizers library: pip install 'entp[text]', or use bytes."
-        ) from None
-    return tokenizers
-
-
 def _check_fits(tokenizer: Tokenizer, told: dict[str, Any], folder: Path) -> None:
     """InputError unless the tokenizer is the one that the manifest tells of."""
     if told["kind"] not in KINDS:
@@ -305,13 +254,3 @@ def _check_fits(tokenizer: Tokenizer, told: dict[str, Any], folder: Path) -> Non
             f"{folder / TOKENIZER} is not the file that {MANIFEST} tells of: prepare the corpus "
             "again."
         )
-
-
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"the text has half of a surrogate pair, {text[error.start]!r}, at character "
-            f"{error.start}: it is no Unicode text."
-        ) from None

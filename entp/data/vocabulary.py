@@ -1,8 +1,8 @@
 """The vocabulary of a tokenizer.json: which bytes each of its tokens stands for.
 
-Byte-level BPE alone is taken: tokens are written in GPT-2's alphabet, which has a character for
-each byte. Tokens that were added to it are special, and stand for no bytes, or are pieces of text.
-Where a tokenizer composes texts (NFC), as Qwen's does, bytes are those of the composed text.
+That of byte-level BPE, whose tokens are written in GPT-2's alphabet, which has a character for each
+byte. Tokens that were added to it are special, and stand for no bytes, or are pieces of text. Where
+a tokenizer composes texts (NFC), as Qwen's does, bytes are those of the composed text.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ ENDS = (END, "<|end_of_text|>", "</s>", "<|eos|>", "<eos>")
 GPT2_CUT = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 COMPOSING = ({"type": "NFC"}, {"type": "Sequence", "normalizers": [{"type": "NFC"}]})
 """Normalizers that leave most texts as they are, and are done here as well."""
-NOT_TAKEN = {
-    "dropout": "its BPE drops merges at random",
+NOT_BYTES = {
     "continuing_subword_prefix": "its tokens begin with a prefix",
     "end_of_word_suffix": "its tokens end with a suffix",
     "byte_fallback": "its tokens are characters, and bytes only where these have none",
@@ -37,6 +36,10 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF = _byte_alphabet()
+
+
+class NotBytes(InputError):
+    """The tokens of a tokenizer do not stand for the bytes of a text."""
 
 
 class Added(NamedTuple):
@@ -123,22 +126,29 @@ class Vocabulary:
             found += ["NFC"] if self.composes else []
         return found
 
-    def problems(self) -> list[str]:
+    def not_bytes(self) -> list[str]:
         """Why its tokens do not stand for the bytes of texts."""
-        found = [why for name, why in NOT_TAKEN.items() if self.model.get(name)]
+        found = [why for name, why in NOT_BYTES.items() if self.model.get(name)]
         if self.file.get("normalizer") and not self.composes:
             found.append("it changes texts before it cuts them (its normalizer)")
-        if not self.tokens or set("".join(self.tokens)) - set(BYTE_OF):
+        if set("".join(self.tokens)) - set(BYTE_OF):
             found.append("its tokens are not written in bytes")
+        strip = [one for one in self.file["added_tokens"] if not one.get("special")]
+        if any(one.get("lstrip") or one.get("rstrip") for one in strip):
+            found.append("an added token takes spaces around it away")
+        return found
+
+    def problems(self) -> list[str]:
+        """Why it cannot be used."""
+        found = ["its BPE drops merges at random"] if self.model.get("dropout") else []
+        if not self.tokens:
+            found.append("it has no tokens")
         if len(set(self.numbers)) < len({*self.tokens, *(one.text for one in self.added)}):
             found.append("two of its tokens have the same number")
         if min(self.numbers) < 0:
             found.append("a token has a number below 0")
         if self.end < 0:
             found.append(f"it has no special token that ends a text ({', '.join(ENDS)})")
-        strip = [one for one in self.file["added_tokens"] if not one.get("special")]
-        if any(one.get("lstrip") or one.get("rstrip") for one in strip):
-            found.append("an added token takes spaces around it away")
         return found
 
 
@@ -150,21 +160,20 @@ def _without(part: Any, name: str) -> Any:
 
 
 def read_vocabulary(file: bytes, where: str) -> Vocabulary:
-    """That of a tokenizer.json; InputError where its tokens do not stand for bytes."""
+    """That of a tokenizer.json; NotBytes where its tokens do not stand for bytes."""
     try:
         data = parse_json(file)
         kind = data["model"]["type"]
         if kind != "BPE":
-            raise InputError(
-                f"{where} is {kind}, whose tokens do not stand for the bytes of a text: allowed is "
-                "byte-level BPE."
-            )
+            raise NotBytes(f"{where} is {kind}, whose tokens do not stand for the bytes of a text.")
         found = Vocabulary(data)
-        problems = found.problems()
+        not_bytes, problems = found.not_bytes(), found.problems()
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{where} is not a file of the tokenizers library ({error!r}).") from None
+    if not_bytes:
+        raise NotBytes(f"{where} is no byte-level BPE: {'; '.join(not_bytes)}.")
     if problems:
         raise InputError(
             f"{where} is not byte-level BPE as is needed: {'; '.join(problems)}. Make a tokenizer "

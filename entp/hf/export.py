@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from entp.config import MODES, ModelConfig, PretrainedConfig, Run, refresh_of
-from entp.data.tokenizers import TOKENIZER, ByteTokenizer
+from entp.data.tokenizer import TOKENIZER
+from entp.data.tokenizers import ByteTokenizer
 from entp.data.vocabulary import BYTE_OF, END
 from entp.errors import InputError
 from entp.files import json_bytes, write_folder

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from entp.data.json_tokenizer import JsonTokenizer
 from entp.data.places import places
-from entp.data.tokenizers import TOKENIZER
+from entp.data.tokenizer import TOKENIZER
 from entp.files import parse_json
 
 SETTINGS = "tokenizer_config.json"

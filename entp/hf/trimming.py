@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from entp.config.pretrained import SHIFTED
-from entp.data.tokenizers import TOKENIZER
+from entp.data.tokenizer import TOKENIZER
 from entp.errors import InputError
 from entp.files import write_folder
 from entp.hf import load, refuse_gguf

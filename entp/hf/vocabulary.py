@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from entp.data.json_tokenizer import file_name
-from entp.data.tokenizers import TOKENIZER, BpeTokenizer, load_library, read_tokenizer
+from entp.data.tokenizer import TOKENIZER, load_library
+from entp.data.tokenizers import make_tokenizer, read_tokenizer
 from entp.errors import InputError
 from entp.tasks.base import Task
 from entp.tasks.tokens import tokenizer_name
@@ -73,7 +74,7 @@ def _tokenizer_of(task: Task) -> str | None:
     if isinstance(named, str):
         return named
     file = task.files().get(TOKENIZER)
-    return None if file is None else tokenizer_name(BpeTokenizer(file))
+    return None if file is None else tokenizer_name(make_tokenizer(file))
 
 
 def _names(folder: Path) -> set[str]:

@@ -19,7 +19,8 @@ import numpy as np
 
 from entp.data.json_tokenizer import JsonTokenizer
 from entp.data.places import add_place
-from entp.data.tokenizers import TOKENIZER, ByteTokenizer
+from entp.data.tokenizer import TOKENIZER
+from entp.data.tokenizers import ByteTokenizer
 from entp.errors import InputError
 from entp.fields import check_numbers, choice_problems, raise_problems
 from entp.files import parse_json

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import numpy as np
 
 from entp.data.places import places
-from entp.data.tokenizers import Tokenizer
+from entp.data.tokenizer import Tokenizer
 from entp.errors import InputError
 from entp.fields import check_numbers, choice_problems, raise_problems
 from entp.tasks.base import IGNORE, Baseline, Batch, Split, Task
@@ -153,10 +153,11 @@ class ZeroShot(Task):
 
     def _bits(self, batch: Batch, got: Predicted, rows: np.ndarray) -> Score | None:
         """Nats and bytes of the targets of these rows, (batch,) whether they count."""
-        if got.loss is None:
+        tokenizer = find_tokenizer(self.tokenizer)
+        if got.loss is None or not tokenizer.counts_bytes:
             return None
         counts = rows[batch.row]
-        size = find_tokenizer(self.tokenizer).token_bytes()[batch.targets]
+        size = tokenizer.token_bytes()[batch.targets]
         return Score(np.where(counts, got.loss, 0.0), np.where(counts, size, 0))
 
 

@@ -26,7 +26,8 @@ from entp.data.places import add_place, corpora_below, places
 from entp.data.prepare import resolve
 from entp.data.shards import Corpus, TokenStream, open_corpus
 from entp.data.sources import is_text
-from entp.data.tokenizers import TOKENIZER, Tokenizer, read_tokenizer, tokenizer_at
+from entp.data.tokenizer import TOKENIZER, Tokenizer
+from entp.data.tokenizers import read_tokenizer, tokenizer_at
 from entp.errors import InputError
 from entp.fields import check_numbers, choice_problems, raise_problems
 from entp.files import json_bytes, parse_json
@@ -129,7 +130,7 @@ class Text(Task):
 
     def with_tokenizer(self, folder: Path) -> Text:
         """On the default corpus, until `with_data` names another; unchanged where the folder has no
-        tokenizer whose tokens stand for bytes."""
+        tokenizer with a token that ends texts."""
         if self.corpus or not (folder / TOKENIZER).is_file():
             return self
         try:
@@ -207,7 +208,7 @@ class Text(Task):
             "loss": mean_loss(got, context),
             "perplexity": mean_loss(got),
         }
-        if got.loss is not None:
+        if got.loss is not None and self.tokenizer.counts_bytes:
             found["bits_per_byte"] = Score(got.loss, _token_bytes(self.corpus)[batch.targets])
         return found
 

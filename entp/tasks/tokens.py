@@ -14,13 +14,8 @@ from pathlib import Path
 
 from entp.data.json_tokenizer import JsonTokenizer, file_name
 from entp.data.places import add_place, find_file, places
-from entp.data.tokenizers import (
-    TOKENIZER,
-    ByteTokenizer,
-    Tokenizer,
-    gpt2_tokenizer,
-    read_tokenizer,
-)
+from entp.data.tokenizer import TOKENIZER, Tokenizer
+from entp.data.tokenizers import ByteTokenizer, gpt2_tokenizer, read_tokenizer
 from entp.errors import InputError
 from entp.tasks.text import MODEL_VOCAB
 

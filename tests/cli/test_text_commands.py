@@ -22,7 +22,8 @@ from entp.cli.generate import pieces
 from entp.cli.main import main
 from entp.data.places import cache_folder
 from entp.data.shards import open_corpus
-from entp.data.tokenizers import ByteTokenizer, Tokenizer
+from entp.data.tokenizer import Tokenizer
+from entp.data.tokenizers import ByteTokenizer
 from entp.results.store import read_record
 from entp.tasks.text import Text
 from entp.training.loggers import read_metrics

@@ -26,8 +26,8 @@ from small_tokenizers import (
 )
 
 from entp.data.prepare import prepare
+from entp.data.tokenizer import TOKENIZER
 from entp.data.tokenizers import (
-    TOKENIZER,
     BpeTokenizer,
     ByteTokenizer,
     gpt2_tokenizer,
@@ -160,17 +160,10 @@ def test_real_gpt2_tokens() -> None:
         (b"{", "is not a file of the tokenizers library"),
         (b"[]", "is not a file of the tokenizers library"),
         (b'{"model": {"type": "BPE", "vocab": {}}}', "is not a file of the tokenizers library"),
-        (changed({"model": {"type": "Unigram"}}), "is Unigram, whose tokens do not stand for"),
+        (changed({"model": {"type": "Unigram"}}), "cannot be read by tokenizers"),
         (changed({"added_tokens": []}), "no special token that ends a text"),
-        (changed({"normalizer": {"type": "NFKC"}}), "it changes texts before it cuts them"),
-        (changed_model({"byte_fallback": True}), "its tokens are characters"),
         (changed_model({"dropout": 0.1}), "drops merges at random"),
-        (changed({"model": {"type": "BPE", "vocab": {"▁a": 1}}}), "are not written in bytes"),
         (changed({"model": {"type": "BPE", "vocab": {"a": 0, "b": 0}}}), "have the same number"),
-        (
-            changed({"added_tokens": [added(0, END), added(400, "<x>", False, rstrip=True)]}),
-            "takes spaces around it away",
-        ),
     ],
 )
 def test_foreign_tokenizer_file_is_refused(file: bytes, fault: str, tmp_path: Path) -> None:

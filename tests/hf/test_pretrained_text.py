@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_networks import add_tokenizer, folder_of
+from small_networks import add_tokenizer, folder_of, network_of, one_forward_per_prefix
 from small_texts import WORDS
-from small_tokenizers import gpt2_like, pretrained_file
+from small_tokenizers import gpt2_like, pretrained_file, text_file
 
 from entp.cli.main import main
-from entp.data.tokenizers import BpeTokenizer, gpt2_tokenizer
+from entp.data.prepare import resolve
+from entp.data.tokenizers import BpeTokenizer, gpt2_tokenizer, make_tokenizer
+from entp.tasks.text import Text
 from entp.training.checkpoint import load_run
 
 transformers = pytest.importorskip("transformers", reason="needs the transformers library")
@@ -123,9 +125,6 @@ def test_loss_of_a_text_is_that_of_transformers(
     """On a text of one's own, which is prepared with the model's tokens."""
     words = ("evaluate", "gpt2", "--on=text", "--on.block=16", "--data=notes.txt", "--json")
     found = json.loads(printed(capsys, *words, "--batches=1"))
-    from entp.data.prepare import resolve
-    from entp.tasks.text import Text
-
     corpus = resolve("notes.txt", BpeTokenizer(pretrained_file()))
     batch = Text(corpus.hash, VOCAB, block=16).batch(0, "test", 0, 64)
     network, costs = theirs("gpt2"), []
@@ -136,6 +135,43 @@ def test_loss_of_a_text_is_that_of_transformers(
     logits, targets = torch.cat(costs), torch.from_numpy(batch.targets)
     want = float(torch.nn.functional.cross_entropy(logits, targets))
     assert found["loss"] == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("bert", "bert"), ("llama", "llama2")])
+def test_models_whose_tokens_are_no_bytes(
+    family: str, kind: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Loss as of one forward pass of HuggingFace's for each prefix, with full attention; options by
+    the bytes of their text; no bits per byte."""
+    file = text_file(kind)
+    text = make_tokenizer(file)
+    network = network_of(family, vocab_size=text.vocab, max_position_embeddings=64)
+    network.save_pretrained("other")
+    Path("other/tokenizer.json").write_bytes(file)
+    words = ("evaluate", "other", "--mode=entp", "--json")
+    own = ("--on=text", "--on.block=12", "--data=notes.txt", "--batches=1")
+    found = json.loads(printed(capsys, *words, *own))
+    batch = Text(resolve("notes.txt", text).hash, text.vocab, block=12).batch(0, "test", 0, 64)
+    with torch.no_grad():
+        logits = one_forward_per_prefix(family, network, torch.from_numpy(batch.x))
+    want = torch.nn.functional.cross_entropy(
+        logits[torch.from_numpy(batch.target_mask)], torch.from_numpy(batch.targets)
+    )
+    assert found["loss"] == pytest.approx(float(want), rel=1e-4)
+    assert "bits_per_byte" not in found
+    asked = json.loads(printed(capsys, *words, "--on=winogrande"))
+    assert asked["n"] == len(ITEMS)
+    assert {"accuracy", "byte_accuracy"} <= set(asked)
+    assert "bits_per_byte" not in asked
+    start = text.decode(text.encode(f"{WORDS[0]} {WORDS[1]}"))
+    prompt = f"--prompt={WORDS[0]} {WORDS[1]}"
+    assert printed(capsys, "generate", "other", prompt, "--max-new-tokens=4").startswith(start)
+    trained = ("--task.block=8", "--steps=2", "--batch-size=2", "--out=trained")
+    printed(capsys, "train", "text", "--init=other", "--data=notes.txt", *trained)
+    again = json.loads(printed(capsys, "evaluate", "trained", "--json", "--batches=1"))
+    assert again["loss"] > 0
+    assert "bits_per_byte" not in again
+    assert load_run("trained").task.tokenizer.sha256 == text.sha256  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("mode", ["entp", "decoder"])

@@ -21,6 +21,14 @@ SIZES = {
 }
 GPT2 = {"n_positions": 18, "n_embd": 32, "n_layer": 2, "n_head": 4}
 SHARED = {**SIZES, "num_key_value_heads": 2}
+DISTILBERT = {
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "hidden_dim": 64,
+    "max_position_embeddings": 18,
+    "pad_token_id": 0,
+}
 NEARBY = {**SIZES, "local_attention": 4, "pad_token_id": 0, "cls_token_id": 0, "sep_token_id": 0}
 """The second of two layers sees two tokens in each direction."""
 CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -33,16 +41,24 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", SHARED),
     "mistral": ("MistralConfig", "MistralForCausalLM", {**SHARED, "sliding_window": None}),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", SHARED),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**SHARED, "head_dim": 16}),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", SHARED),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", SIZES),
+    "distilbert": ("DistilBertConfig", "DistilBertForMaskedLM", DISTILBERT),
 }
-FAMILIES = ("gpt2", "bert", "roberta", "mpnet", "modernbert", "llama")
+FAMILIES = (
+    *("gpt2", "bert", "roberta", "distilbert", "mpnet", "modernbert", "llama", "qwen3", "olmo2"),
+    "gpt_neox",
+)
 """One for each adapter."""
-DECODERS = ("gpt2", "llama", "mistral", "qwen2")
+DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "olmo2", "gpt_neox")
 SHIFTED = ("roberta", "xlm-roberta", "mpnet")
 """Types of models whose positions start at 2, and whose padding token 1 has none."""
-ROUNDS = ("llama", "mistral", "qwen2", "modernbert")
+ROUNDS = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "modernbert")
 """Types of models that compute in float32 in every model somewhere, gradients included."""
 DROPOUT = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "distilbert": ("dropout", "attention_dropout"),
     **dict.fromkeys(("bert", *SHIFTED), ("hidden_dropout_prob", "attention_probs_dropout_prob")),
 }
 

@@ -117,6 +117,11 @@ class ModelConfig:
         raise_problems(problems + choice_problems(self, "model."))
 
     @property
+    def attention_width(self) -> int:
+        """Of all query heads together."""
+        return self.width
+
+    @property
     def hidden(self) -> int:
         """Units of the MLP's hidden layer: 4 width, or with a gate about 8/3 width, so that the
         weights are as many."""

@@ -18,14 +18,16 @@ from entp.fields import check_numbers, choice_problems, raise_problems
 
 NAMES: dict[str, tuple[str, ...]] = {
     "vocab": ("vocab_size",),
-    "width": ("hidden_size", "n_embd"),
-    "layers": ("num_hidden_layers", "n_layer"),
-    "heads": ("num_attention_heads", "n_head"),
+    "width": ("hidden_size", "n_embd", "dim"),
+    "layers": ("num_hidden_layers", "n_layer", "n_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
     "positions": ("max_position_embeddings", "n_positions"),
 }
 """What HuggingFace's families call the sizes of a model."""
-GATED = ("llama", "mistral", "qwen2", "modernbert")
-"""Types of models with rotary positions and a gate in the MLP."""
+GATED = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "modernbert")
+"""Types of models with a gate in the MLP."""
+ROTARY = (*GATED, "gpt_neox")
+"""Types of models with rotary positions."""
 SHIFTED = ("roberta", "xlm-roberta", "mpnet")
 """Types of models whose positions start behind the padding token's id."""
 
@@ -130,10 +132,16 @@ class PretrainedConfig:
         return self.huggingface.get("num_key_value_heads")
 
     @property
+    def attention_width(self) -> int:
+        """Of all query heads together."""
+        return self.heads * (self.huggingface.get("head_dim") or self.width // self.heads)
+
+    @property
     def hidden(self) -> int:
         """Units of the MLP's hidden layer."""
         named = self.huggingface
-        return named.get("intermediate_size") or named.get("n_inner") or 4 * self.width
+        sizes = (named.get(name) for name in ("intermediate_size", "n_inner", "hidden_dim"))
+        return next(filter(None, sizes), 4 * self.width)
 
     @property
     def activation(self) -> str:
@@ -142,7 +150,7 @@ class PretrainedConfig:
 
     @property
     def position_embedding(self) -> str:
-        return "rotary" if self.model_type in GATED else "learned"
+        return "rotary" if self.model_type in ROTARY else "learned"
 
     @property
     def input_dim(self) -> None:

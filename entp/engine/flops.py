@@ -55,7 +55,7 @@ def reference_flops(config: AnyModelConfig, target_mask: Tensor) -> Flops:
     lengths = _lengths(target_mask)
     rows, squares = sum(lengths), sum(m * m for m in lengths)
     linear = config.depth * sum(_block(config)) * rows
-    attention = 2 * config.depth * config.width * squares
+    attention = 2 * config.depth * config.attention_width * squares
     return _step(config, linear, attention, rows, len(lengths))
 
 
@@ -63,7 +63,7 @@ def decoder_flops(config: AnyModelConfig, target_mask: Tensor) -> Flops:
     """A training step of the decoder: every token through all layers, outputs at targets."""
     batch, time = target_mask.shape
     linear = config.depth * sum(_block(config)) * batch * time
-    attention = 2 * config.depth * config.width * batch * time**2
+    attention = 2 * config.depth * config.attention_width * batch * time**2
     return _step(config, linear, attention, batch * time, len(_lengths(target_mask)))
 
 
@@ -73,7 +73,7 @@ def engine_flops(config: AnyModelConfig, target_mask: Tensor) -> Flops:
     if config.depth - causal == 1:  # ENTP is the decoder
         return decoder_flops(config, target_mask)
     lengths = _lengths(target_mask)
-    width, middle = config.width, config.depth - causal - 2
+    width, middle = config.attention_width, config.depth - causal - 2
     rows, squares, prefixes = sum(lengths), sum(m * m for m in lengths), len(lengths)
     longest = max(lengths, default=0)
     tokens = target_mask.shape[0] * longest
@@ -93,7 +93,7 @@ def refresh_flops(config: AnyModelConfig, target_mask: Tensor, every: int) -> Fl
     widths = row_widths(target_mask, every)
     tokens, squares = sum(widths), sum(width * width for width in widths)
     linear = config.depth * sum(_block(config)) * tokens
-    attention = 2 * config.depth * config.width * squares
+    attention = 2 * config.depth * config.attention_width * squares
     return _step(config, linear, attention, tokens, len(_lengths(target_mask)))
 
 
@@ -109,7 +109,7 @@ def mode_flops(config: AnyModelConfig, target_mask: Tensor, mode: str) -> Flops:
 
 def token_flops(config: AnyModelConfig, length: int, mode: str) -> Flops:
     """Generation of token number `length` with the cache of its mode, entp or decoder."""
-    width, layers = config.width, config.depth
+    width, layers = config.attention_width, config.depth
     if config.causal_layers:
         raise InputError(
             "a model with model.causal_layers has no cache: nothing is counted for one."
@@ -123,15 +123,15 @@ def token_flops(config: AnyModelConfig, length: int, mode: str) -> Flops:
         linear = qkv + rest * length + middle * (qkv + rest) * length + last_linear
         first = 4 * width * length  # the new key for every row, and the new row over every key
         attention = first + 2 * middle * width * length**2 + last_attention
-    return Flops(2 * linear, 2 * attention, 2 * width * _outputs(config))
+    return Flops(2 * linear, 2 * attention, 2 * config.width * _outputs(config))
 
 
 def _block(config: AnyModelConfig) -> tuple[int, int]:
     """Multiply-adds per row of a block's linear layers: q, k, v, and what follows attention."""
-    width, size = config.width, config.width // config.heads
+    width, inner = config.width, config.attention_width
     gates = 2 if config.activation == "swiglu" else 1
-    qkv = width * (config.heads + 2 * (config.kv_heads or config.heads)) * size
-    return qkv, width**2 + (gates + 1) * width * config.hidden
+    qkv = width * (config.heads + 2 * (config.kv_heads or config.heads)) * (inner // config.heads)
+    return qkv, width * inner + (gates + 1) * width * config.hidden
 
 
 def _last_layer(config: AnyModelConfig, rows: int, prefixes: int) -> tuple[int, int]:
@@ -144,7 +144,7 @@ def _last_layer(config: AnyModelConfig, rows: int, prefixes: int) -> tuple[int, 
     qkv, rest = _block(config)
     moved = isinstance(config, ModelConfig)  # nothing reads the weights of HuggingFace's modules
     if not moved or config.position_embedding in ("rotary", "relative"):
-        return qkv * rows + rest * prefixes, 2 * config.width * rows
+        return qkv * rows + rest * prefixes, 2 * config.attention_width * rows
     return (3 * config.width**2 + rest) * prefixes, 2 * config.heads * config.width * rows
 
 

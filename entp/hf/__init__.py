@@ -30,7 +30,7 @@ def load(
     dropout: bool = False,
     dtype: torch.dtype | None = None,
 ) -> PretrainedModel:
-    """A pretrained GPT-2, BERT, RoBERTa, MPNet, ModernBERT or Llama as a model for `entp.predict`.
+    """A pretrained GPT-2, BERT, Llama or one of their relatives as a model for `entp.predict`.
 
     source: a folder in HuggingFace's format, a .gguf file of a Llama, or with download=True a name
         on the hub.

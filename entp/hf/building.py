@@ -31,6 +31,7 @@ SIZES = (
     *("attention_bias", "mlp_bias", "sliding_window", "relative_attention_num_buckets"),
     *("hidden_activation", "norm_eps", "norm_bias", "local_attention", "decoder_bias"),
     *("classifier_bias", "classifier_activation", "initializer_cutoff_factor"),
+    *("dim", "n_layers", "n_heads", "hidden_dim", "activation", "use_parallel_residual"),
 )
 """What is kept of a configuration even where it is the default, which may change."""
 IRRELEVANT = (
@@ -46,6 +47,7 @@ IRRELEVANT = (
     *("position_embedding_type", "layer_types", "use_sliding_window", "max_window_layers"),
     *("quantization_config", "tokenizer_class", "n_ctx", "reorder_and_upcast_attn"),
     *("classifier_pooling", "deterministic_flash_attn", "reference_compile"),
+    *("qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds"),
     *("sparse_prediction", "sparse_pred_ignore_index", "global_attn_every_n_layers"),
 )
 """What no forward pass of a model that `check_config` takes depends on, without dropout; with

@@ -6,9 +6,9 @@ HuggingFace's classes attend in one way each, and config.json can change it for 
 |---|---|---|---|
 | BERT, RoBERTa | fully | | entp |
 | BERT, RoBERTa | causally | is_decoder true | decoder |
-| MPNet, ModernBERT | fully | | entp |
-| GPT-2, Llama, Mistral, Qwen2 | causally | | decoder |
-| GPT-2, Llama, Mistral, Qwen2 | fully | is_causal false, use_cache false | entp |
+| DistilBERT, MPNet, ModernBERT | fully | | entp |
+| GPT-2, Llama and other decoders | causally | | decoder |
+| GPT-2, Llama and other decoders | fully | is_causal false, use_cache false | entp |
 
 A class that attends fully computes ENTP at the last position of what it is given.
 """

@@ -15,15 +15,17 @@ from entp.hf import need_transformers
 from entp.hf.adapters import PretrainedModel
 from entp.hf.families import check_config, wrap
 
-MASKED = ("bert", "roberta", "xlm-roberta", "mpnet", "modernbert")
+MASKED = ("bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "modernbert")
 """Types of models that were trained to fill in masked tokens."""
 NEEDS = "A folder needs config.json and the weights in model.safetensors."
 DROPOUT = (
     "attention_dropout",
     "attention_probs_dropout_prob",
     "attn_pdrop",
+    "dropout",
     "embd_pdrop",
     "embedding_dropout",
+    "hidden_dropout",
     "hidden_dropout_prob",
     "mlp_dropout",
     "resid_pdrop",

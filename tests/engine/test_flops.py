@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from entp import SIZES, ModelConfig
+from entp.config import PretrainedConfig
 from entp.engine.flops import (
     decoder_flops,
     engine_flops,
@@ -182,3 +183,20 @@ def test_one_more_token(layers: int) -> None:
     assert layers > 1 or token_flops(model.config, TIME, "entp") == token_flops(
         model.config, TIME, "decoder"
     )
+
+
+def test_heads_wider_than_the_model_are_counted() -> None:
+    """Qwen3's heads are together wider than its layers: by torch's count of HuggingFace's model."""
+    pytest.importorskip("transformers", reason="needs the transformers library")
+    from small_networks import network_of
+
+    from entp.hf.building import describe
+
+    network = network_of("qwen3", num_attention_heads=4, head_dim=24)
+    network.set_attn_implementation("eager")
+    config = PretrainedConfig(describe(network.config))
+    assert (config.width, config.attention_width) == (32, 96)
+    x = torch.randint(0, 10, (2, 6))
+    found = counted(lambda: network(x, use_cache=False).logits.sum().backward())
+    expected = decoder_flops(config, torch.ones(2, 6, dtype=torch.bool))
+    assert found.total() == expected.total

@@ -47,8 +47,9 @@ class Case(NamedTuple):
         return f"{self.family}-{self.mode}-{'head' if self.head else 'bare'}"
 
 
-EVERY = ("gpt2", "bert", "roberta", "xlm-roberta", "mpnet", "modernbert", "llama", "qwen2")
-CAUSAL = ("gpt2", "bert", "roberta", "xlm-roberta", "llama", "qwen2")
+NEWER = ("qwen3", "olmo2", "gpt_neox")
+CAUSAL = ("gpt2", "bert", "roberta", "xlm-roberta", "llama", "qwen2", *NEWER)
+EVERY = (*CAUSAL, "mpnet", "distilbert", "modernbert")
 CASES = [
     *(Case(family, "entp") for family in EVERY),
     *(Case(family, "decoder") for family in CAUSAL),

@@ -337,6 +337,22 @@ def test_eager_attention_takes_the_same_masks(family: str) -> None:
         model(x, mode="decoder")
 
 
+WHOLE = {"rope_type": "default", "partial_rotary_factor": 1.0}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"use_parallel_residual": False}, {"rope_parameters": {**WHOLE, "rope_theta": 1e4}}]
+)
+def test_other_layers_of_gpt_neox_are_exact(changes: dict[str, Any]) -> None:
+    network = network_of("gpt_neox", **changes).double()
+    x = torch.randint(0, 10, (2, 7), generator=torch.Generator().manual_seed(0))
+    want = one_forward_per_prefix("gpt_neox", network, x)
+    assert apart(entp.hf.wrap(network)(x, "entp"), want) < 1e-12
+    usual = network_of("gpt_neox").double()
+    usual.load_state_dict(network.state_dict())
+    assert apart(one_forward_per_prefix("gpt_neox", usual, x), want) > 1e-3
+
+
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 REFUSED = [
     ("llama", {"rope_parameters": DYNAMIC}),
@@ -358,7 +374,7 @@ def test_what_is_no_full_attention_is_refused(
 @pytest.mark.parametrize("kind", ["modernbert-decoder", "gemma"])
 def test_other_families_are_refused_with_the_reason(kind: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    said = rf"'{kind}' cannot be used: no adapter knows its layers.*gpt2, bert.*modernbert, llama"
+    said = rf"'{kind}' cannot be used: no adapter knows its layers.*gpt2, bert.*gpt_neox, llama"
     with pytest.raises(InputError, match=said):
         entp.hf.load(tmp_path)
 

@@ -9,8 +9,10 @@ from torch import nn
 from entp.errors import InputError
 from entp.hf.adapters import PretrainedModel
 from entp.hf.families.bert import Bert, Roberta
+from entp.hf.families.distilbert import DistilBert
 from entp.hf.families.gpt2 import Gpt2
-from entp.hf.families.llama import Llama
+from entp.hf.families.gpt_neox import GptNeox
+from entp.hf.families.llama import Llama, Olmo2, Qwen3
 from entp.hf.families.modernbert import ModernBert
 from entp.hf.families.mpnet import MPNet
 
@@ -21,11 +23,15 @@ FAMILIES: dict[str, type[PretrainedModel]] = {
     "bert": Bert,
     "roberta": Roberta,
     "xlm-roberta": Roberta,
+    "distilbert": DistilBert,
     "mpnet": MPNet,
     "modernbert": ModernBert,
+    "gpt_neox": GptNeox,
     "llama": Llama,
     "mistral": Llama,
     "qwen2": Llama,
+    "qwen3": Qwen3,
+    "olmo2": Olmo2,
 }
 """HuggingFace's `model_type`, and its adapter."""
 

@@ -20,19 +20,46 @@ class LlamaLayer(Layer):
         return attention.config.num_attention_heads, attention.scaling
 
     def project(self, h: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        attention = self.layer.self_attn
-        normed = self.layer.input_layernorm(h)
-        products = (attention.q_proj, attention.k_proj, attention.v_proj)
-        q, k, v = (by_heads(product(normed), attention.head_dim) for product in products)
-        # HuggingFace's own angles, which are float32 in every model.
+        q, k, v = self.products(h)
+        # HuggingFace's own angles, which are float32 in most models.
         cos, sin = self.rotary(h, position_ids.reshape(1, -1))
         cos, sin = (x.reshape(*position_ids.shape, 1, x.shape[-1]) for x in (cos, sin))
         # Under autocast angles are wider than q and k, and attention takes one type.
         return rotated(q, cos, sin).to(v.dtype), rotated(k, cos, sin).to(v.dtype), v
 
+    def products(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v by heads, before their rotation."""
+        attention = self.layer.self_attn
+        normed = self.layer.input_layernorm(h)
+        size = attention.head_dim
+        q = by_heads(attention.q_proj(normed), size)
+        return q, by_heads(attention.k_proj(normed), size), by_heads(attention.v_proj(normed), size)
+
     def after_attention(self, h: Tensor, attended: Tensor) -> Tensor:
         h = h + self.layer.self_attn.o_proj(attended)
         return h + self.layer.mlp(self.layer.post_attention_layernorm(h))
+
+
+class Qwen3Layer(LlamaLayer):
+    """Llama's with norms of q and k, head by head."""
+
+    def products(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().products(h)
+        return self.layer.self_attn.q_norm(q), self.layer.self_attn.k_norm(k), v
+
+
+class Olmo2Layer(LlamaLayer):
+    """Llama's with norms of q and k, all heads together, and norms after attention and MLP."""
+
+    def products(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        attention = self.layer.self_attn
+        q, k = attention.q_norm(attention.q_proj(h)), attention.k_norm(attention.k_proj(h))
+        size = attention.head_dim
+        return by_heads(q, size), by_heads(k, size), by_heads(attention.v_proj(h), size)
+
+    def after_attention(self, h: Tensor, attended: Tensor) -> Tensor:
+        h = h + self.layer.post_attention_layernorm(self.layer.self_attn.o_proj(attended))
+        return h + self.layer.post_feedforward_layernorm(self.layer.mlp(h))
 
 
 class Llama(PretrainedModel):
@@ -56,6 +83,18 @@ class Llama(PretrainedModel):
 
     def final_norm(self) -> nn.Module | None:
         return self.base.norm
+
+
+class Qwen3(Llama):
+    """Qwen3 without sliding attention."""
+
+    layer_class: type[Layer] = Qwen3Layer
+
+
+class Olmo2(Llama):
+    """OLMo 2."""
+
+    layer_class: type[Layer] = Olmo2Layer
 
 
 def _rms_norms(base: Any) -> Iterator[nn.Module]:

@@ -39,6 +39,7 @@ transformers = pytest.importorskip("transformers", reason="needs the transformer
 
 LORA = {
     "gpt2": ["c_attn", "c_proj", "c_fc"],
+    "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
     "bert": ["query", "key", "value", "dense"],
     "mpnet": ["q", "k", "v", "o", "dense"],
     "modernbert": ["Wqkv", "Wo", "Wi"],

@@ -160,7 +160,10 @@ def adapters(options: Any, model: PretrainedConfig | None = None) -> dict[str, A
     """The options of LoRA, which may be those of a model."""
     given = {"lora_rank": options.lora_rank, "lora_alpha": options.lora_alpha}
     own = {} if model is None else {name: getattr(model, name) for name in given}
-    return {**own, **{name: value for name, value in given.items() if value is not None}}
+    found = {**own, **{name: value for name, value in given.items() if value is not None}}
+    if options.lora_alpha is not None and not found.get("lora_rank"):
+        raise InputError("--lora-alpha needs --lora-rank: give it, or leave --lora-alpha out.")
+    return found
 
 
 def refuse_adapters(options: Any) -> None:

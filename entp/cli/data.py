@@ -19,10 +19,10 @@ class PrepareOptions:
     tokenizer: str = "bytes"
     """bytes; bpe, trained on the corpus; gpt2, from its files; or a folder with a tokenizer.json,
     such as a pretrained model's."""
-    vocab: int = 16384
-    """For bpe: the number of tokens."""
+    vocab: int | None = None
+    """For bpe: the number of tokens. None: 16,384."""
     gpt2: Path | None = None
-    """Folder with encoder.json and vocab.bpe. None: gpt2_bpe below ENTP_DATA."""
+    """For gpt2: folder with encoder.json and vocab.bpe. None: gpt2_bpe below ENTP_DATA."""
     out: Path | None = None
     """Folder of the corpus. None: one in the cache."""
     name: str | None = None
@@ -63,14 +63,21 @@ def _prepare(args: list[str]) -> int:
             "entp data prepare needs a source before its options: pydoc, openwebtext, a name below "
             "ENTP_DATA, or text files."
         )
-    from entp.data.prepare import prepare
+    from entp.data.prepare import VOCAB, prepare
     from entp.data.shards import open_corpus
 
+    for name, value in (("vocab", options.vocab), ("gpt2", options.gpt2)):
+        kind = "bpe" if name == "vocab" else "gpt2"
+        if value is not None and options.tokenizer != kind:
+            raise InputError(
+                f"--{name} is for --tokenizer {kind}, and the tokenizer is {options.tokenizer}: "
+                f"leave --{name} out, or give --tokenizer {kind}."
+            )
     folder = prepare(
         sources[0] if len(sources) == 1 else sources,
         options.out,
         tokenizer=options.tokenizer,
-        vocab=options.vocab,
+        vocab=VOCAB if options.vocab is None else options.vocab,
         valid=options.valid,
         test=options.test,
         name=options.name,

@@ -104,8 +104,7 @@ def open_run(
 ) -> tuple[Any, Run, Any]:
     """Model, run and device of a run folder, or of one in HuggingFace's format, whose task is its
     own text; data: where the task's files are."""
-    if task is not None:
-        named_task(task)
+    asked = None if task is None else named_task(task)
     from entp.training.checkpoint import find, load, load_run
     from entp.training.distributed import World, pick_device
 
@@ -114,6 +113,11 @@ def open_run(
     if is_huggingface(Path(folder).expanduser()):
         return *_open_folder(folder, task, data, where), where
     run = load_run(folder, checkpoint)
+    if asked is not None and not isinstance(run.task, asked):
+        raise InputError(
+            f"--task is {task}, and {folder} was trained on {run.task.name}, of another class: "
+            "leave --task out, or measure it on another task by --on."
+        )
     if run.task.takes_data:
         _look_into(find(Path(folder), checkpoint))
     if data is not None:

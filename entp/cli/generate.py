@@ -11,6 +11,7 @@ from typing import Any
 from entp.cli.evaluate import Checkpoint, open_run
 from entp.cli.parse import name_of, parse
 from entp.config import Mode, Run
+from entp.errors import InputError
 from entp.tasks.base import Task, read_prompt
 
 PROMPTS = 3
@@ -57,6 +58,12 @@ def generate_command(args: list[str]) -> int:
     options = parse(GenerateOptions, args[1:], f"entp generate {folder}")
     model, run, _ = open_run(folder, options.checkpoint, options.device, options.task, options.data)
     task = run.task
+    for name, value in (("top-k", options.top_k), ("top-p", options.top_p)):
+        if value is not None and not options.temperature:
+            raise InputError(
+                f"--{name} chooses among tokens that are drawn, and --temperature 0 takes the best "
+                f"one: give a temperature, such as 1, or leave --{name} out."
+            )
     prompts = [read_prompt(task, text) for text in options.prompt]
     prompts = prompts or task.prompts(options.seed, PROMPTS)
     how = {

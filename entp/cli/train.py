@@ -132,7 +132,8 @@ def _with_text(args: list[str]) -> list[str]:
     known = name in TASKS or ":" in name or not name
     if known or not (Path(name).exists() or name.endswith(SUFFIXES)):
         return args
-    if Path(name).exists() and os.environ.get("RANK", "0") == "0":
+    begun = any(word.split("=")[0] in ("--init", "--resume", "--fork") for word in args)
+    if not begun and Path(name).exists() and os.environ.get("RANK", "0") == "0":
         print(
             f"{name} is read as bytes: the command is entp train text --data {name}. For another "
             f"tokenizer: entp data prepare {name} --tokenizer bpe, and --data with its name.",

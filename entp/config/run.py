@@ -111,13 +111,15 @@ class Run:
     def _model_problems(self) -> list[str]:
         """Where the model does not fit the task."""
         problems, needs = [], self.task.model_needs()
+        pretrained = isinstance(self.model, PretrainedConfig)
         if "context_length" not in needs:
             return [f"model_needs of {self.task.name} has no context_length: give it one"]
         if self.model.has_limit and self.model.context_length < needs["context_length"]:
             problems.append(
                 f"model.context_length {self.model.context_length} is shorter than the sequences "
-                f"of {self.task.name}, {needs['context_length']}: raise model.context_length or "
-                "shorten the task"
+                f"of {self.task.name}, {needs['context_length']}: "
+                + ("shorten" if pretrained else "raise model.context_length or shorten")
+                + " the task"
             )
         for name in ("vocab", "input_dim", "outputs"):
             if getattr(self.model, name) != needs.get(name):

@@ -24,6 +24,8 @@ NAMES = {"pydoc": Fractions(0.05, 0.05), "openwebtext": Fractions(0.0005, 0.0005
 FRACTIONS = Fractions(0.01, 0.01)
 MOST_NAMES = 3
 """Sources whose names make the name of a corpus."""
+VOCAB = 16384
+"""Tokens of a BPE that is learned from a corpus."""
 
 
 def prepare(
@@ -31,7 +33,7 @@ def prepare(
     out: Path | None = None,
     *,
     tokenizer: str | Tokenizer = "bytes",
-    vocab: int = 16384,
+    vocab: int = VOCAB,
     valid: float | None = None,
     test: float | None = None,
     name: str | None = None,

@@ -17,6 +17,9 @@ from entp.files import parse_json
 MOST_READ = 1024
 """Tokens of a text where a pretrained model is measured as it is, unless more are asked for."""
 
+EXPORTED = "entp"
+"""The model_type of our own models, exported for HuggingFace."""
+
 if TYPE_CHECKING:
     import torch
 
@@ -57,11 +60,27 @@ def wrap(network: Any) -> PretrainedModel:
 
 def is_huggingface(folder: Path) -> bool:
     """Whether a folder is in HuggingFace's format, and no run."""
+    return model_type(folder) is not None
+
+
+def model_type(folder: Path) -> str | None:
+    """What HuggingFace calls the model in a folder; None where it is not in its format."""
     try:
         data = parse_json((folder / "config.json").read_bytes())
     except (OSError, ValueError):
-        return False
-    return isinstance(data, dict) and "model_type" in data and "model" not in data
+        return None
+    if not isinstance(data, dict) or "model_type" not in data or "model" in data:
+        return None
+    return str(data["model_type"])
+
+
+def refuse_exported(folder: Path) -> None:
+    """InputError for a model of our own that was exported for HuggingFace's tools."""
+    if model_type(folder) == EXPORTED:
+        raise InputError(
+            f"{folder} is what `entp export --format hf` wrote, for HuggingFace's tools: give the "
+            "run itself, or its export in entp's own format."
+        )
 
 
 def refuse_gguf(source: Path) -> None:

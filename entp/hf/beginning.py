@@ -17,7 +17,7 @@ from torch import Tensor
 from entp.config import Mode, PretrainedConfig, Run
 from entp.data.tokenizers import tokenizer_at
 from entp.errors import InputError
-from entp.hf import MOST_READ, is_huggingface, load, refuse_gguf
+from entp.hf import MOST_READ, is_huggingface, load, refuse_exported, refuse_gguf
 from entp.hf.adapters import PretrainedModel
 from entp.hf.building import describe, train_every_token
 from entp.hf.loading import MASKED
@@ -44,15 +44,19 @@ def like(init: PretrainedConfig) -> dict[str, Any]:
     return {"lora_rank": init.lora_rank, "lora_alpha": init.lora_alpha}
 
 
-def usual_mode(model: PretrainedConfig) -> Mode:
-    """The mode that a pretrained model was trained in."""
-    return "entp" if model.model_type in MASKED else "decoder"
+def usual_mode(config: Any) -> Mode:
+    """The mode in which HuggingFace's class runs a model, by its configuration: the one that it was
+    trained in, and that of a run where `entp export` wrote it."""
+    if config.model_type in MASKED:
+        return "decoder" if config.is_decoder else "entp"
+    return "entp" if getattr(config, "is_causal", True) is False else "decoder"
 
 
 def open_pretrained(folder: str | Path, data: str | None = None) -> tuple[PretrainedModel, Run]:
     """The model in a folder as it is, with all its tokens, and a run of it on a text (data; None:
     the default one) that its own tokenizer cuts: what commands do with runs, they do with it."""
     place = Path(folder).expanduser().resolve()
+    refuse_exported(place)
     try:
         own = tokenizer_at(place)
     except InputError as error:
@@ -68,7 +72,7 @@ def open_pretrained(folder: str | Path, data: str | None = None) -> tuple[Pretra
         )
     config = PretrainedConfig(describe(model.config), _head(model, None))
     task = Text(block=min(MOST_READ, config.context_length)).with_tokenizer(place).with_data(data)
-    run = Run(replace(task, vocab=config.vocab), config, usual_mode(config))
+    run = Run(replace(task, vocab=config.vocab), config, usual_mode(model.config))
     return model.eval(), run
 
 

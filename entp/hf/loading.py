@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 from entp.errors import InputError
-from entp.hf import need_transformers
+from entp.hf import need_transformers, refuse_exported
 from entp.hf.adapters import PretrainedModel
 from entp.hf.families import check_config, wrap
 
@@ -40,7 +40,9 @@ def load(
     transformers = need_transformers()
     place, local = _find(source, download)
     with quiet(transformers), readable_errors(place):
-        config = transformers.AutoConfig.from_pretrained(place, local_files_only=local)
+        config = transformers.AutoConfig.from_pretrained(
+            place, local_files_only=local, trust_remote_code=False
+        )
         check_config(config)
         if not dropout:
             turn_dropout_off(config)
@@ -49,6 +51,7 @@ def load(
             config=config,
             dtype=dtype,
             attn_implementation="eager" if config.model_type == "mpnet" else "sdpa",
+            trust_remote_code=False,
             use_safetensors=True,  # the other format is a pickle
             local_files_only=local,
             ignore_mismatched_sizes=True,  # reported, and refused below
@@ -63,6 +66,7 @@ def _find(source: str | Path, download: bool) -> tuple[str, bool]:
     if not folder.is_dir():
         return _check_name(source, download), False
     if (folder / "config.json").exists():
+        refuse_exported(folder)
         return str(folder), True
     if (folder / "adapter_config.json").exists():
         raise InputError(

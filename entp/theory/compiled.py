@@ -69,8 +69,10 @@ def count3(n_max: int = 64, ratio: int = 1, number: bool = False) -> Transformer
 
 @torch.no_grad()
 def answers(model: Transformer, x: np.ndarray, mode: str = "entp") -> np.ndarray:
-    """What a model says after each whole row of x (batch, n)."""
-    return model(torch.from_numpy(x), mode=mode, at=[x.shape[1] - 1])[:, 0].argmax(-1).numpy()
+    """What a model says after each whole row of x (batch, n); -1 where its numbers are not finite,
+    as beyond the range of a short type."""
+    logits = model(torch.from_numpy(x), mode=mode, at=[x.shape[1] - 1])[:, 0]
+    return torch.where(logits.isfinite().all(-1), logits.argmax(-1), -1).numpy()
 
 
 @torch.no_grad()

@@ -74,7 +74,8 @@ def wrong_and_margin(model: Transformer, x: np.ndarray) -> tuple[int, float]:
         return sum(wrong for wrong, _ in found), min(lead for _, lead in found)
     want = np.stack([count3_next(x[:, : i + 1]) for i in range(x.shape[1])], 1)
     logits = model(torch.from_numpy(x), mode="decoder")
-    wrong = int((logits.argmax(-1).numpy() != want).sum())
+    said = torch.where(logits.isfinite().all(-1), logits.argmax(-1), -1)
+    wrong = int((said.numpy() != want).sum())
     right = torch.from_numpy(want)[..., None]
     others = logits.scatter(-1, right, -math.inf)
     lead = logits.gather(-1, right)[..., 0] - others.amax(-1)

@@ -326,6 +326,11 @@ def check_generation(task: Task, batch: Batch) -> None:
             read = read & (np.arange(1, batch.x.shape[1]) < batch.lengths[:, None])
         if ((batch.y[:, :-1] == tokens) | ~read).all():
             return
+    if task.streams:
+        raise InputError(
+            f"{task.name} is measured by its loss: leave --generate out, and print what a model "
+            "writes with `entp generate`."
+        )
     raise InputError(
         f"{task.name} has nothing to generate: its targets are not the tokens that follow."
     )

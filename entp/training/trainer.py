@@ -190,6 +190,11 @@ def _train(
     state = new_state(_model(run, init, quiet).to(device), run.optim, plan.techniques)
     if resume:
         _restore(state, out, world)
+        if state.step > run.steps:
+            raise InputError(
+                f"{out} is at step {state.step} already, and steps is {run.steps}: give --steps of "
+                f"{state.step} or more."
+            )
     if run.train.compile_layers:
         compile_layers(state.model)
     if world.first:

@@ -98,6 +98,12 @@ RUNS = [
     ("generate runs/first --prompt one", "not a list of whole numbers"),
     ("generate runs/first --max-new-tokens 100", "positions"),
     ("generate runs/first --temperature -1", "temperature"),
+    ("generate runs/first --top-k 3", "--top-k chooses among tokens that are drawn"),
+    ("generate runs/first --top-p 0.5", "--top-p chooses among tokens that are drawn"),
+    (
+        "evaluate runs/first --task entp.tasks.addition:Addition",
+        "runs/first was trained on count3, of another class: leave --task out",
+    ),
     ("export runs/first --out runs", "runs exists: give --out a new folder"),
     ("export runs/first --out new --test-sequences 0", "--test-sequences is 0: at least 1"),
     ("export runs/first --out new --shard-mib nan", r"--shard-mib is nan: it must be above 0"),

@@ -168,8 +168,8 @@ def test_generate_prints_prompt_and_text(folder: Path, capsys: pytest.CaptureFix
     [
         (["--temperature=-1"], "temperature is -1"),
         (["--max-new-tokens=0"], "max_new_tokens is 0"),
-        (["--top-p=3"], "top_p is 3"),
-        (["--top-k=0", "--max-new-tokens=40"], "top_k is 0"),
+        (["--top-p=3", "--temperature=1"], "top_p is 3"),
+        (["--top-k=0", "--temperature=1", "--max-new-tokens=40"], "top_k is 0"),
         (["--seed=-1", "--temperature=1"], "seed is -1"),
     ],
 )

@@ -136,3 +136,18 @@ def test_preparing_imports_no_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--vocab=300"], "--vocab is for --tokenizer bpe, and the tokenizer is bytes"),
+        (["--tokenizer=bpe", "--gpt2=there"], "--gpt2 is for --tokenizer gpt2, and the tokenizer"),
+    ],
+)
+def test_options_of_another_tokenizer_are_refused(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").write_text("a text")
+    assert main(["data", "prepare", str(tmp_path / "notes.txt"), *words]) == 2
+    assert said in capsys.readouterr().err

@@ -109,6 +109,32 @@ def test_lora_without_a_pretrained_model_is_refused(capsys: pytest.CaptureFixtur
     assert "are for models of HuggingFace's: give --init such a folder" in capsys.readouterr().err
 
 
+def test_alpha_without_a_rank_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of("bert", tmp_path / "w")
+    assert main(["train", "count3", f"--init={folder}", "--lora-alpha=3", *COUNT3, *QUICK]) == 2
+    assert "--lora-alpha needs --lora-rank" in capsys.readouterr().err
+
+
+def test_our_own_export_is_no_beginning_and_runs_no_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, there = tmp_path / "run", tmp_path / "hf"
+    assert main(["train", "count3", f"--out={out}", *COUNT3, *QUICK, "--steps=2"]) == 0
+    assert main(["export", str(out), "--format=hf", f"--out={there}"]) == 0
+    for file in there.glob("*.py"):
+        file.write_text("raise SystemExit('code ran')")
+    for words in (
+        ["train", "count3", f"--init={there}", *COUNT3, *QUICK],
+        ["evaluate", str(there)],
+    ):
+        assert main(words) == 2
+        assert "is what `entp export --format hf` wrote" in capsys.readouterr().err
+    with pytest.raises(InputError, match="is what `entp export --format hf` wrote"):
+        entp.hf.load(there)
+
+
 def test_load_says_what_it_accepts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match=r"give the --out .* `entp export` wrote.*entp\.hf\.load"):
         entp.load(tmp_path / "nothing")

@@ -233,3 +233,22 @@ def test_models_without_tokens_for_bytes_are_refused(
             assert "train it first" in capsys.readouterr().err
     assert main(["evaluate", "llama", "--task=count3", *LOUD]) == 2
     assert "has no task of its own: leave --task out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "mode"),
+    [
+        ("llama", {"is_causal": False, "use_cache": False}, "entp"),
+        ("llama", {}, "decoder"),
+        ("bert", {"is_decoder": True}, "decoder"),
+        ("bert", {}, "entp"),
+    ],
+)
+def test_mode_is_that_of_the_configuration(
+    family: str, changes: dict[str, Any], mode: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `entp export --format hf` writes it."""
+    network_of(family, vocab_size=VOCAB, max_position_embeddings=64, **changes).save_pretrained("m")
+    Path("m/tokenizer.json").write_bytes(pretrained_file())
+    words = ("evaluate", "m", "--data=notes.txt", "--batches=1")
+    assert f"text, mode {mode}, " in printed(capsys, *words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from pathlib import Path
@@ -199,3 +200,15 @@ def test_float32_is_enough_for_64(ratio: int) -> None:
         x = rng.integers(0, 64 if ratio > 1 else n, (300, n))
         x[: n // 2] = np.arange(n // 2)[:, None]  # all equal: counts up to n²
         assert np.array_equal(answers(model, x), count3_next(x))
+
+
+def test_answers_that_are_no_numbers_are_no_answers() -> None:
+    """float16 ends at 65,504, which the weights go beyond."""
+    x = np.random.default_rng(0).integers(0, 32, (64, 32))
+    model = count3(32, 1)
+    short = copy.deepcopy(model).to(torch.float16)
+    logits = short(torch.from_numpy(x), mode="entp", at=[31])[:, 0]
+    bad = ~logits.isfinite().all(-1)
+    assert bad.any()
+    assert (answers(short, x) == -1)[bad.numpy()].all()
+    assert (answers(model, x) >= 0).all()

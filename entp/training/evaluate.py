@@ -165,13 +165,18 @@ def untouched_batches(task: Task, sequences: int, batch_size: int, seed: int) ->
 
 
 def first_batch(task: Task, seed: int, size: int) -> Batch:
-    """The batch of the first step; InputError if it is none, or another one when drawn again, or
-    has targets at padding."""
+    """The batch of the first step; InputError if it is none, of another size or another one when
+    drawn again, or has targets at padding."""
     batch, again = (task.batch(seed, "train", 0, size) for _ in range(2))
     if not isinstance(batch, Batch):
         raise InputError(
             f"batch of {task.name} returned a {type(batch).__name__}: it must be an "
             "entp.tasks.Batch."
+        )
+    if len(batch.x) != size:
+        raise InputError(
+            f"batch of {task.name} returned {len(batch.x)} sequences where {size} were asked for: "
+            "what was read would be counted wrongly."
         )
     for name in ("x", "y", "lengths", "position_ids", "loss_weights", "prefix_lengths"):
         if _bytes(getattr(batch, name)) != _bytes(getattr(again, name)):

@@ -412,6 +412,8 @@ def test_batch_of_the_first_step_is_checked() -> None:
     assert np.array_equal(first_batch(drawn, 3, 4).x, drawn.batch(3, "train", 0, 4).x)
     with pytest.raises(InputError, match=r"returned a tuple: it must be an entp\.tasks\.Batch"):
         first_batch(faulty(lambda batch: (batch.x, batch.y)), 0, 4)
+    with pytest.raises(InputError, match="returned 3 sequences where 4 were asked for"):
+        first_batch(faulty(lambda batch: Batch(batch.x[:3], batch.y[:3])), 0, 4)
     stateful = faulty(lambda batch: replace(batch, x=rng.integers(0, 8, batch.x.shape)))
     with pytest.raises(InputError, match="gave other values of x when it was asked for the same"):
         first_batch(stateful, 0, 4)

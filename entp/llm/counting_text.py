@@ -21,6 +21,7 @@ from entp.data.json_tokenizer import JsonTokenizer
 from entp.data.places import add_place
 from entp.data.tokenizer import TOKENIZER
 from entp.data.tokenizers import ByteTokenizer
+from entp.data.vocabulary import ENDS
 from entp.errors import InputError
 from entp.fields import check_numbers, choice_problems, raise_problems
 from entp.files import parse_json
@@ -375,7 +376,7 @@ def _split_of(seeds: np.ndarray) -> np.ndarray:
 
 
 def _end_of(folder: Path, tokenizer: JsonTokenizer) -> int:
-    """The token that ends a text, as the files beside a tokenizer.json say."""
+    """The token that ends a text, as the files beside a tokenizer.json say, or by its name."""
     named = _config(folder, "tokenizer_config.json").get("eos_token")
     text = named.get("content") if isinstance(named, dict) else named
     if isinstance(text, str) and (token := tokenizer.token(text)) is not None:
@@ -384,8 +385,14 @@ def _end_of(folder: Path, tokenizer: JsonTokenizer) -> int:
     first = numbers[0] if isinstance(numbers, list) and numbers else numbers
     if isinstance(first, int):
         return first
+    found = next(
+        (tokenizer.token(name) for name in ENDS if tokenizer.token(name) is not None), None
+    )
+    if found is not None:
+        return found
     raise InputError(
-        f"the files in {folder} do not say which token ends a text: give its number by --task.end."
+        f"the files in {folder} do not say which token ends a text: give its text as eos_token in "
+        "tokenizer_config.json."
     )
 
 

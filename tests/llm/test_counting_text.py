@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from small_llama import write_tokenizer
+from small_tokenizers import text_file
 from tokenizers import Tokenizer
 
 import entp
@@ -342,3 +343,14 @@ def test_batch_refuses_prefix_lengths_of_another_shape() -> None:
         Batch(x, x, prefix_lengths=np.ones(3, np.int64))
     with pytest.raises(InputError, match="prefix_lengths of type float64"):
         Batch(x, x, prefix_lengths=np.ones(2))
+
+
+def test_end_is_found_by_its_name_where_no_file_tells_it(tmp_path: Path) -> None:
+    """As in a folder of a tokenizer.json alone."""
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes(text_file("llama2"))
+    task = CountText(prompt_length=2, length=4).for_model(tmp_path)
+    assert task.end == Tokenizer.from_file(str(file)).token_to_id("</s>")
+    file.write_bytes(text_file("bert"))
+    with pytest.raises(InputError, match="do not say which token ends a text: give its text as"):
+        CountText(prompt_length=2, length=4).for_model(tmp_path)

@@ -391,8 +391,8 @@ def _end_of(folder: Path, tokenizer: JsonTokenizer) -> int:
     if found is not None:
         return found
     raise InputError(
-        f"the files in {folder} do not say which token ends a text: give its text as eos_token in "
-        "tokenizer_config.json."
+        f"the files in {folder} do not say which token ends a text: give it as eos_token in "
+        "tokenizer_config.json, or where --data names the folder by --task.end."
     )
 
 

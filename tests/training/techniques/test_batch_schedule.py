@@ -13,6 +13,7 @@ from tiny_runs import tiny_run
 
 import entp
 from entp.config import BatchScheduleConfig, CurriculumConfig, ImportanceConfig, Run
+from entp.errors import InputError
 from entp.training import checkpoint
 from entp.training.plan import Plan
 from entp.training.techniques import importance_sampling
@@ -84,8 +85,8 @@ def test_segments_cover_the_steps_that_are_left(start: int) -> None:
 def test_run_resumed_with_fewer_steps_than_it_has_done_stays_as_it_is(tmp_path: Path) -> None:
     entp.train(late_run(), tmp_path, device="cpu", quiet=True)
     before = entp.load(tmp_path, "last").state_dict()
-    result = entp.train(late_run(steps=7), tmp_path, device="cpu", quiet=True, resume=True)
-    assert result.step == 10
+    with pytest.raises(InputError, match="is at step 10 already, and steps is 7"):
+        entp.train(late_run(steps=7), tmp_path, device="cpu", quiet=True, resume=True)
     after = entp.load(tmp_path, "last").state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
